@@ -22,14 +22,14 @@ from basics_model import SAMPLE_TEXT, SIZES, ModelConfig, TokenDataset, Transfor
 from basics_model.sizes import SizeName
 from shard_optim import (
     FullyShardedDataParallel,
-    OffloadedOptimizer,
+    ShardedOptimizer,
     load,
     save,
 )
 from shard_optim.accounting import fully_sharded_buffers, rank_memory
 
 GIB = 2**30
-CHUNK_MB = 64  # parameters whose optimizer state is on the device at once
+CHUNK_MB = 64  # of parameters whose optimizer state is on the device at once
 
 
 def predicted(
@@ -165,8 +165,8 @@ def main(
     settings: dict[str, Any] = {"lr": learning_rate, "fused": device.type == "cuda"}
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **settings)
     if offload_state:
-        optimizer = OffloadedOptimizer(
-            model.parameters(), torch.optim.AdamW, chunk_size_mb=CHUNK_MB, **settings
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, offload_state=True, **settings
         )
     checkpoint = newest(checkpoint_dir)
     done = 0

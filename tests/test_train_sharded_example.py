@@ -1,4 +1,4 @@
-"""examples/train_sharded.py: its prediction, and a run continued on another number of ranks."""
+"""Examples in shards: train_sharded.py, continued on other ranks, and leaderboard_step.py."""
 
 import re
 from collections.abc import Iterator
@@ -59,3 +59,17 @@ def test_predicts_trains_and_continues(examples: Examples, tmp_path: Path) -> No
     code, _, errors = examples.run(["--size", "9B"], script=SCRIPT)
     assert code == 2
     assert "must be one of" in errors
+
+
+def test_the_leaderboards_step_trains_and_is_timed(examples: Examples) -> None:
+    size = ["--d-model", "32", "--d-ff", "64", "--num-layers", "2", "--num-heads", "2"]
+    short = [*size, "--vocab-size", "256", "--context", "32", "--warmup", "0", "--measured", "0.01"]
+    code, output, errors = examples.run(short, 2, "leaderboard_step.py")
+    assert code == 0, errors
+    assert re.search(r"parameters, 2 × 32 tokens: \d\.\d{3} s a step", output), output
+    losses = re.search(r"loss ([\d.]+) in the first step, ([\d.]+) in the last", output)
+    assert losses is not None
+    assert float(losses[2]) < float(losses[1])
+    code, _, errors = examples.run(short, script="leaderboard_step.py")
+    assert code == 2
+    assert "torchrun" in errors

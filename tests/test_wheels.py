@@ -1,6 +1,7 @@
 """Every package builds alone, carries what a release needs, and does what its README shows."""
 
 import email.parser
+import io
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 from scripts import run_readme
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +84,32 @@ def test_wheel_contents(dist: Path, name: str) -> None:
     assert len(siblings) == len(SIBLING_REQUIREMENTS.get(name, set()))
     assert all(">=" in r and "<" in r for r in siblings), siblings
     assert all("linux" in r for r in requirements if r.startswith("triton"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_on_an_index(dist: Path, name: str) -> None:
+    """The README with absolute links, each to a file of the repository, and no marks of tables."""
+    with zipfile.ZipFile(find(dist, name, ".whl")) as wheel:
+        [file] = [f for f in wheel.namelist() if f.endswith(".dist-info/METADATA")]
+        metadata = email.parser.Parser().parsestr(wheel.read(file).decode())
+    page = str(metadata.get_payload())
+    assert metadata["Description-Content-Type"].startswith("text/markdown")
+    assert "<!--" not in page
+    raw = REPOSITORY.replace("//github.com/", "//raw.githubusercontent.com/")
+    for token in MarkdownIt("commonmark").enable("table").parse(page):
+        for child in token.children or []:
+            target = str(child.attrGet("href") or child.attrGet("src") or "#")
+            assert target.startswith(("https://", "#")), target
+            here = re.match(rf"(?:{REPOSITORY}/blob|{raw})/main/([^#]+)", target)
+            assert here is not None or not target.startswith((REPOSITORY, raw)), target
+            assert here is None or (ROOT / here[1]).exists(), target
+            assert child.type != "image" or target.startswith(raw), target
+    warnings = io.StringIO()
+    renderer = pytest.importorskip("readme_renderer.markdown")
+    rendered = renderer.render(page, stream=warnings)
+    assert rendered is not None, warnings.getvalue()
+    blocks = run_readme.blocks(ROOT / "packages" / name / "README.md")
+    assert rendered.count("<pre") == len(blocks)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,7 +14,7 @@ import torch
 from ddp_lite.peer import PeerMemory
 from ddp_lite.peer import hook as peer_hook
 from ddp_lite.peer import memory as peer_memory
-from ddp_lite.ranks import Peer, all_gather_json
+from ddp_lite.ranks import all_gather_json
 
 ROW_BYTES = 512
 LARGE = 1000  # bytes of a message that is large enough here
@@ -35,7 +35,6 @@ def pretended_gpus(
         Counts the messages by which ranks ask each other about hosts and GPUs.
     """
     gpu = rank if gpu is None else gpu
-    here = replace(Peer.here(), host=host)
     asked = Mock(side_effect=all_gather_json)
     choose = peer_hook.chosen_hook
 
@@ -47,7 +46,7 @@ def pretended_gpus(
             (peer_memory, "all_gather_json", asked),
             (peer_memory, "backend_for", lambda *_: "nccl"),
             (peer_hook, "SMALLEST_MESSAGE_BYTES", LARGE),
-            (Peer, "here", lambda: here),
+            (socket, "gethostname", lambda: host),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "current_device", lambda: gpu),
             (torch.cuda, "device_count", lambda: 2),

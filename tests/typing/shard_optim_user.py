@@ -10,12 +10,10 @@ from shard_optim import (
     BucketPlan,
     CollectiveError,
     FullyShardedDataParallel,
-    OffloadedOptimizer,
     Partition,
     ShardedGradScaler,
     ShardedOptimizer,
     Span,
-    WholeMatrixOptimizer,
     full_state,
     load,
     load_full_state,
@@ -80,13 +78,11 @@ def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> 
         device="cuda",
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    offloaded = OffloadedOptimizer(
-        model.parameters(), torch.optim.AdamW, chunk_size_mb=32.0, lr=0.1
-    )
+    offloaded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, offload_state=True, lr=0.1)
     offloaded.step()
     offloaded.load_state_dict(offloaded.state_dict())
     matrices = [parameter for name, parameter in model.named_parameters() if "weight" in name]
-    muon = WholeMatrixOptimizer(matrices, torch.optim.Muon, lr=0.02)
+    muon = ShardedOptimizer(matrices, torch.optim.Muon, partition="whole", lr=0.02)
     muon.step()
     saving = save(folder, model, optimizer, background_group=group)
     if saving is not None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import draw
+from tools.pages import draw, versions
 from tools.pages.fill import render
 from tools.pages.loss_curves import measure
 from tools.pages.rows import publish
@@ -31,6 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("draw", help="draw the explaining pictures of the documentation")
     curves = commands.add_parser("curves", help="train on real text, and write loss curves")
     curves.add_argument("target", type=Path)
+    tested = commands.add_parser("tested", help="record a run of the GPU tests")
+    tested.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
+    tested.add_argument("--part", required=True, choices=["one GPU", "several GPUs"])
+    tested.add_argument("--commit", required=True)
+    tested.add_argument("--machine", required=True, help="GPUs, torch and triton")
+    tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
     if given.command == "draw":
         draw.main()
@@ -40,6 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if given.command == "fill":
         return max(_fill(file, check=given.check) for file in given.files)
+    if given.command == "tested":
+        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
+        try:
+            run = versions.record(given.target, given.junit, **about)
+        except ValueError as error:
+            print(f"tools.pages: {error}", file=sys.stderr)
+            return 2
+        print(f"{run['passed']} passed, in {given.target}")
+        return 0
     only = [text for text in map(str.strip, given.only.split(",")) if text]
     try:
         count = publish(map(Store, given.runs), given.target, only)

@@ -1,23 +1,33 @@
 """Fills the marked blocks of a Markdown file from published rows.
 
-A block begins with a comment that holds TOML and ends with a closing mark; what stands between the
-two is replaced. A source is named once and can be shown by any block after it::
+A block begins with a comment that names its recipe in a TOML file, and ends with a closing mark;
+what stands between the two is replaced::
 
-    <!-- bench-harness
+    <!-- bench-harness: README.tables.toml#steps -->
+    ... the table ...
+    <!-- /bench-harness -->
+
+The file holds sources, which all of its blocks may show, and the blocks. Paths are relative to it::
+
     [source.steps]
     rows = "../results/train-step.jsonl"
     experiment = "train-step"
     table = "Training steps"
     cases = ["b8 s512"]
 
-    [show]
+    [block.steps.show]
     source = "steps"
     columns = ["variant", ["median (ms)", "step (ms)"]]
     where = { status = "ok" }
     sort = "median (ms)"
-    -->
-    ... the table ...
-    <!-- /bench-harness -->
+    names = "variant"
+
+``names`` says which column holds labels of variants: they are shown by the short names that
+:mod:`tools.pages.variant_names` makes, with the whole label in a small second line unless it says
+the same; ``settings = false`` leaves it out. ``interval = ["median (ms)", "95 % low (ms)",
+"95 % high (ms)"]`` writes the last two behind the first, in brackets.
+A recipe may also stand in the comment itself, ``<!-- bench-harness``, then TOML without
+``block.NAME``, and ``-->``; its sources can be shown by all blocks below it.
 
 ``cases`` are parts of labels; one that is the whole label of a case names only that case. A source
 without ``experiment`` shows the rows themselves, with ``where`` on their own names:
@@ -33,13 +43,16 @@ sentence cannot drift from the rows::
     naive = ["steps", "median (ms)", { variant = "NaiveDDP" }]
     none = ["steps", "median (ms)", { variant = "no communication" }]
 
-or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, or ``measured = ["steps"]``,
-which lists hardware, versions and commits.
+or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it is to
+show some of them, by their short names; or ``measured = ["steps"]``,
+which lists hardware, versions and commits, or ``versions``, the table of
+:mod:`tools.pages.versions`.
 """
 
 from __future__ import annotations
 
 import itertools
+import posixpath
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +60,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.pages import recomputation, versions
 from tools.pages import rows as published
 from tools.pages.loss_curves import LossCurves
+from tools.pages.variant_names import short_names
 
 from bench_harness import experiments
 from bench_harness.core import Row
@@ -59,18 +74,23 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- bench-harness\n(?P<toml>.*?)\n?-->\n)"
+    r"(?P<open><!-- bench-harness(?:: (?P<file>[^\s#]+)#(?P<name>[\w-]+) |\n(?P<toml>.*?)\n?)-->\n)"
     r"(?P<body>.*?)(?P<close><!-- /bench-harness -->)",
     re.DOTALL,
 )
 _CLOSING = "<!-- /bench-harness -->"
-_OPENING = re.compile(r"<!-- bench-harness\n")
+_OPENING = re.compile(r"<!-- bench-harness(?=: |\n)")
 #: Code that a page shows; a block in it is an example.
 _FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re.MULTILINE)
-_KEYS = ("source", "show", "text", "value", "figure", "measured")
+#: What a cell may hold although Markdown means something by it, while cells are escaped.
+_UNESCAPED = str.maketrans(
+    {"\ue000": "[", "\ue001": "]", "\ue002": "<br><small>", "\ue003": "</small>"}
+)
+_KEYS = ("source", "show", "text", "value", "figure", "measured", "versions")
+_RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
-_SHOW = ("source", "columns", "where", "sort", "digits")
-_FIGURE = ("source", "name", "file", "link", "title")
+_SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
+_FIGURE = ("source", "name", "file", "title", "variants")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +119,19 @@ class _Source:
 
 @dataclass
 class _Page:
-    """What the blocks of one file share."""
+    """What the blocks of one file share.
+
+    Attributes:
+        folder: paths in recipes are relative to it.
+        links_from: folder of the Markdown file, which links to pictures.
+        blocks: by name; those of a file of recipes.
+    """
 
     folder: Path
+    links_from: Path
+    blocks: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, _Source] = field(default_factory=dict)
+    recipes: dict[Path, _Page] = field(default_factory=dict)
     pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
     read: dict[Path, list[Row]] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
@@ -120,7 +149,7 @@ def render(file: Path) -> Rendered:
         OSError: the file cannot be read.
     """
     text = file.read_text(encoding="utf-8")
-    page = _Page(file.parent)
+    page = _Page(file.parent, file.parent)
     problems: list[str] = []
 
     fenced = [match.span() for match in _FENCED.finditer(text)]
@@ -133,7 +162,7 @@ def render(file: Path) -> Rendered:
             return match[0]
         line = text.count("\n", 0, match.start()) + 1
         try:
-            body = _body(match["toml"], page)
+            body = _body(*_recipe(match, page))
         except ValueError as error:
             problems.append(f"{file}:{line}: {error}")
             return match[0]
@@ -151,12 +180,50 @@ def render(file: Path) -> Rendered:
     return Rendered(text=_BLOCK.sub(filled, text), pictures=page.pictures, problems=problems)
 
 
-def _body(toml: str, page: _Page) -> str:
-    """What stands between a block's marks."""
+def _recipe(match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Page]:
+    """A block's recipe, and the page or file of recipes that it belongs to."""
+    if match["toml"] is not None:
+        return _parsed(match["toml"], "a block"), page
+    file, name = page.folder / match["file"], match["name"]
+    if file not in page.recipes:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"recipes must be a readable file, but got {file} ({error.strerror}). Correct the "
+                "mark."
+            ) from None
+        given = _parsed(text, f"{file.name}")
+        _check_keys(given, _RECIPES, f"{file.name}")
+        recipes = _Page(
+            folder=file.parent,
+            links_from=page.folder,
+            blocks=given.get("block", {}),
+            pictures=page.pictures,
+            read=page.read,
+            tables=page.tables,
+        )
+        for each, wanted in given.get("source", {}).items():
+            recipes.sources[each] = _source(wanted, recipes)
+        page.recipes[file] = recipes
+    found = page.recipes[file]
+    if name not in found.blocks:
+        raise ValueError(
+            f"block must be one of {', '.join(found.blocks)} in {file.name}, but got {name!r}. "
+            "Correct the mark."
+        )
+    return found.blocks[name], found
+
+
+def _parsed(toml: str, what: str) -> dict[str, Any]:
     try:
-        block = tomllib.loads(toml)
+        return tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"a block must be TOML, but got an error: {error}. Correct it.") from None
+        raise ValueError(f"{what} must be TOML, but got an error: {error}. Correct it.") from None
+
+
+def _body(block: Mapping[str, Any], page: _Page) -> str:
+    """What stands between a block's marks."""
     _check_keys(block, _KEYS, "block")
     for name, wanted in block.get("source", {}).items():
         page.sources[name] = _source(wanted, page)
@@ -164,6 +231,9 @@ def _body(toml: str, page: _Page) -> str:
     if "measured" in block:
         rows = [row for name in block["measured"] for row in _named(page, name).rows]
         parts.append("\n".join(f"- {line}" for line in published.circumstances(rows)))
+    if "versions" in block:
+        tests, rows = (page.folder / block["versions"][name] for name in ("tests", "rows"))
+        parts.append(versions.table(tests, sorted(rows.glob("*.jsonl*"))))
     if "text" in block:
         parts.append(_text(block, page))
     if "show" in block:
@@ -200,6 +270,8 @@ def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
         key = (name, *map(str, files), *wanted.get("cases", []))
         if key not in page.tables:
             made = _experiment(name).tables(to_frame(rows))
+            if wanted.get("table") == recomputation.TITLE:
+                made.append(recomputation.table(to_frame(rows)))
             page.tables[key] = {table.title: table.frame for table in made}
         tables = page.tables[key]
         if wanted.get("table") not in tables:
@@ -259,13 +331,40 @@ def _shown(wanted: Mapping[str, Any], page: _Page) -> str:
     if "sort" in wanted:
         _column(frame, wanted["sort"])
         frame = frame.sort_values(wanted["sort"], kind="stable")
+    if "interval" in wanted:
+        frame = _with_interval(frame, *wanted["interval"], digits=wanted.get("digits", 1))
+    if "names" in wanted:
+        frame = _with_short_names(frame, wanted["names"], settings=wanted.get("settings", True))
     chosen = [
         (name, name) if isinstance(name, str) else tuple(name)
         for name in wanted.get("columns", list(map(str, frame.columns)))
     ]
     shown = frame[[_column(frame, name).name for name, _ in chosen]]
     shown.columns = [title for _, title in chosen]
-    return grid(shown, digits=wanted.get("digits"))
+    lines = grid(shown, digits=wanted.get("digits")).split("\n")
+    if "interval" in wanted:
+        rules = lines[1].split(" ")
+        rules[1 + 2 * [name for name, _ in chosen].index(wanted["interval"][0])] = "---:"
+        lines[1] = " ".join(rules)
+    return "\n".join(lines).translate(_UNESCAPED)
+
+
+def _with_interval(
+    frame: pd.DataFrame, middle: str, low: str, high: str, *, digits: int
+) -> pd.DataFrame:
+    """The column ``middle`` as texts such as ``150.5 [147.2, 154.8]``."""
+    rows = zip(*(_column(frame, name) for name in (middle, low, high)), strict=True)
+    texts = [f"{m:.{digits}f} \ue000{a:.{digits}f}, {b:.{digits}f}\ue001" for m, a, b in rows]
+    return frame.assign(**{middle: texts})
+
+
+def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.DataFrame:
+    labels = [str(label) for label in _column(frame, name)]
+    shown = [
+        short if short == label or not settings else f"{short}\ue002{label}\ue003"
+        for label, short in zip(labels, short_names(labels), strict=True)
+    ]
+    return frame.assign(**{name: shown})
 
 
 def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
@@ -279,6 +378,8 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
             "experiment in the source."
         )
     name, file, rows = wanted["name"], wanted["file"], source.rows
+    if "variants" in wanted:
+        rows = _variants(rows, wanted["variants"])
     target = page.folder / file
     if not target.resolve().is_relative_to(page.folder.resolve()) or target.suffix != ".png":
         raise ValueError(
@@ -296,7 +397,22 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
         return png_bytes(made[name].figure)
 
     page.pictures[target] = draw
-    return f"![{wanted.get('title', name)}]({wanted.get('link', file)})"
+    link = posixpath.relpath(target.as_posix(), page.links_from.as_posix())
+    return f"![{wanted.get('title', name)}]({link})"
+
+
+def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
+    """The rows of these variants, by their short names: a picture holds ten bars."""
+    names = dict(zip(labels, short_names(labels), strict=True))
+    missing = names.keys() - {row.get("variant") for row in rows}
+    if missing:
+        raise ValueError(
+            f"variants of a figure must be in its rows, but got {', '.join(sorted(missing))}. "
+            "Correct them."
+        )
+    return [
+        {**row, "variant": names[row["variant"]]} for row in rows if row.get("variant") in names
+    ]
 
 
 def _text(block: Mapping[str, Any], page: _Page) -> str:

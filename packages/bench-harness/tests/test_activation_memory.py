@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from basics_model import ModelConfig, TransformerLM, model_config
-from bench_harness.activation_memory import activation_memory
+from bench_harness.activations import activation_memory
 
 
 def kept_bytes(
@@ -41,6 +41,7 @@ def test_predicts_what_is_kept_for_backward(dtype: torch.dtype, checkpoint_block
         seq=128,
         itemsize=dtype.itemsize,
         checkpoint_blocks=checkpoint_blocks,
+        device="cpu",
     )
     found = kept_bytes(config, dtype, checkpoint_blocks, keep_attention=False)
     assert predicted.kept + predicted.ends == pytest.approx(found, rel=0.1)

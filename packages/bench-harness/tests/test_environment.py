@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -78,6 +79,67 @@ def test_visible_devices_limit_the_count(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert environment.gpu_count() == 4
     assert environment.resolve_device("auto") == "cuda"
+
+
+class Driver:
+    """A driver's library with one GPU, whose power cannot be read."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, present=True):
+        self.opened, self.present, self.clock = 0, present, 1980
+
+    def nvmlInit(self):  # noqa: N802 - the library's own names
+        self.opened += 1
+        if not self.present:
+            raise self.NVMLError
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        return uuid
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):  # noqa: N802
+        return self.clock
+
+    def nvmlDeviceGetTemperature(self, handle, kind):  # noqa: N802
+        return 61
+
+    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
+        raise self.NVMLError
+
+
+def test_each_sample_has_the_gpu_s_clock_where_the_driver_tells_it(monkeypatch):
+    import torch
+
+    from bench_harness.timing import Samples, record_sample
+
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="with a clock")
+    )
+    samples, gpu = Samples(), torch.device("cuda", 0)
+    for driver.clock in (1980, 1200):
+        samples.wall_ms.append(1.0)
+        samples.note_gpu(gpu)
+    other = Samples(wall_ms=[1.0, 2.0])
+    other.note_gpu(gpu, 2)
+    samples.extend(other)
+    row = samples.row()
+    assert row["samples_sm_clock_mhz"] == [1980.0, 1200.0, 1200.0, 1200.0]
+    assert row["samples_temperature_c"] == [61.0] * 4
+    assert "samples_power_w" not in row, "this board does not tell it"
+    assert driver.opened == 1, "opening the driver takes longer than a step"
+    with record_sample(plain := Samples(), torch.device("cpu")):
+        pass
+    assert plain.row().keys() == {"samples_ms"}
+
+
+def test_without_a_driver_nothing_is_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(present=False))
+    assert environment.gpu_now("no driver") == {}
 
 
 def test_unknown_device_lists_those_there_are():

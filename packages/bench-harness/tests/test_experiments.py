@@ -6,10 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 
-from bench_harness import experiments, timing
+from bench_harness import experiments, runner, timing
 from bench_harness.activations import saved_for_backward
 from bench_harness.core import Case
 from bench_harness.display.plots import png_bytes
@@ -17,6 +18,7 @@ from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
 from bench_harness.traces import kineto
 from bench_harness.traces.trace import phase
+from bench_harness.workload import too_large
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 ALL = experiments.names()
@@ -188,9 +190,7 @@ def test_precision(run):
     assert dtypes.loc["model parameters", "bf16"] == "float32"
     assert dtypes.loc["output of fc1", "fp16"] == "float16"
     assert dtypes.loc["gradients", "fp16"] == "float32"
-    (picture,) = figures
-    errors = [bar.get_width() for bar in picture.figure.axes[0].patches]
-    assert errors == pytest.approx([1.3e-5, 4.7e-3, 2.1e-4, 2.1e-4], rel=0.1)
+    assert figures == []
 
 
 def test_accounting():
@@ -207,16 +207,8 @@ def test_accounting():
     assert values["total"] == pytest.approx(3517.58)
     assert values["compute-bound batch, overall, transfers at once"] == pytest.approx(20444.4)
     assert (mesh["derivation"].str.len() > 3).all()
-    flops, picture = experiment.figures(frame)
+    (flops,) = experiment.figures(frame)
     assert png_bytes(flops.figure)
-    assert png_bytes(picture.figure)
-    _memory, computing = picture.figure.axes
-    turns = dict(zip(("at once", "in turn"), computing.get_lines()[::2], strict=True))
-    for how, line in turns.items():
-        threshold = values[f"compute-bound batch, per device, transfers {how}"]
-        batches, share = line.get_data()
-        assert share[batches < 0.98 * threshold].max() < 100
-        assert share[batches > 1.02 * threshold].min() == 100
 
 
 def test_memory(run):
@@ -341,6 +333,21 @@ def test_a_phase_is_an_nvtx_range_where_there_is_a_gpu(monkeypatch):
     assert seen == ["synchronized", "phase:warm-up", "work", "synchronized", "ended"]
 
 
+def test_a_model_that_no_cpu_memory_holds_is_skipped_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20e9))
+    experiment = experiments.get("model")
+    large, small = experiment.cases(device="cpu", sizes=("2.7B", "small"), sequences=(128,))
+    told = "needs about 54 GB beside activations, but this machine has 20 GB"
+    assert told in str(experiment.missing(large))
+    assert experiment.missing(small) is None
+    with pytest.raises(experiments.CaseSkipped, match=told):
+        runner.run_case(large, print)
+    config = {"size": "2.7B", "device": "cpu"}
+    assert too_large(config | {"modes": ["forward"]}) is None
+    assert too_large(config | {"device": "cuda"}) is None
+    assert "109 GB" in str(too_large(config | {"world_size": 2}))
+
+
 def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     experiment = experiments.get("profile")
@@ -352,13 +359,13 @@ def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):
 def test_fitted_constants_are_found_again():
     import numpy as np
 
-    from bench_harness.experiments.bucket_model import fit
+    from bench_harness.experiments.allreduce import solved
 
     size, bandwidth, per_call = 8e9, 3e11, 4e-5
     counts = np.array([2.0, 8.0, 80.0, 435.0])
-    inverse, found = fit(size, counts, size / counts / bandwidth + counts * per_call)
-    assert 1 / inverse == pytest.approx(bandwidth)
-    assert found == pytest.approx(per_call)
+    found = solved(counts, size / counts, size / counts / bandwidth + counts * per_call)
+    assert 1 / found.per_byte_s == pytest.approx(bandwidth)
+    assert found.overhead_s == pytest.approx(per_call)
 
 
 def sweep_of(*sizes):
@@ -385,7 +392,7 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
     figure = draw_fit(rows)
     assert figure is not None
     assert png_bytes(figure)
-    (line,) = fit_table(rows).to_dict("records")
+    (line,) = fit_table(rows).frame.to_dict("records")
     assert line["least overhead T* (ms)"] == 0
     assert draw_fit(rows.iloc[:3]) is None, "two sizes do not make a sweep"
 
@@ -414,7 +421,7 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "samples_ms": [[1e3 * (per_call + s / bandwidth)] * 3 for s in link],
     }
     rows["largest_parameter_bytes"] = 1e6
-    (line,) = fit_table(rows).to_dict("records")
+    (line,) = fit_table(rows).frame.to_dict("records")
     assert line["all-reduce w (GB/s)"] == pytest.approx(300, rel=1e-3)
     assert line["all-reduce o (µs)"] == pytest.approx(400, rel=1e-3)
     best = (size * per_call * bandwidth) ** 0.5
@@ -427,10 +434,10 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "size_bytes": link,
         "samples_ms": [[1e3 * (per_call + s / bandwidth) / 2] * 3 for s in link],
     }
-    (line,) = fit_table(faster).to_dict("records")
+    (line,) = fit_table(faster).frame.to_dict("records")
     assert line["prediction missed"] is True
     rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
-    (line,) = fit_table(rows).to_dict("records")
+    (line,) = fit_table(rows).frame.to_dict("records")
     assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)
 
 
@@ -447,7 +454,7 @@ def test_allreduce_fit_finds_overhead_and_bandwidth():
             "samples_ms": [[1e3 * (30e-6 + size / 3e11)] * 5 for size in sizes],
         }
     )
-    (line,) = fit_table(rows).to_dict("records")
+    (line,) = fit_table(rows).frame.to_dict("records")
     assert line["overhead o (µs)"] == pytest.approx(30, rel=1e-3)
     assert line["bandwidth w (GB/s)"] == pytest.approx(300, rel=1e-3)
 

@@ -5,6 +5,7 @@ leaves; the export is made up, so that its answers are known.
 """
 
 import json
+import pathlib
 import sqlite3
 import stat
 import sys
@@ -198,7 +199,8 @@ def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     asked = []
 
     def record(command, report, *, finished, timeout_s):
-        asked.append((command[-2], report.name))
+        config = json.loads(pathlib.Path(command[-2]).read_text())
+        asked.append((config["recorded"]["wrapper"]["name"], report.name))
         finished.write_text('{"collectives": 3, "in_backward": 0, "payload_bytes": 12}')
         export = report.with_suffix(".sqlite")
         export.write_bytes((tools / "export.sqlite").read_bytes())
@@ -208,16 +210,13 @@ def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     case = step_case("naive", "overlap")
     experiment = experiments.get("train-step")
     rows = experiment.run(case, print)
-    assert asked == [("0", "step-0"), ("1", "step-1")]
+    assert asked == [("naive", "step-0"), ("overlap", "step-1")]
     assert [row["variant"] for row in rows] == ["NaiveDDP", "OverlapDDP"]
     about = {"case_key": case.key, "label": case.label, "status": "ok"}
     frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
     tables = {table.title: table for table in experiment.tables(frame)}
     table = tables["Communication in one profiled step"]
-    by_rank = tables["Stragglers in one profiled step"]
-    by_collective = tables["Collectives that waited longest"]
     assert set(table.frame["spans"]) == {"GPU kernels (Nsight Systems)"}
-    assert by_rank.frame["arrived last (count)"].sum() == len(by_collective.frame) > 0
     pictures = experiment.figures(frame)
     assert pictures
     assert all(png_bytes(picture.figure) for picture in pictures)

@@ -101,6 +101,7 @@ def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
         ("model", "--model-size", "small", "--context-length", "64", "--num-steps", "3"),
         ("attention", "--implementation", "naive,sdpa", "--batch-size", "2"),
         ("allreduce", "--world-size", "2"),
+        ("train-step", "--size", "small", "--implementation", "naive", "--num-steps", "20"),
     ],
 )
 def test_names_of_other_programs_of_the_assignment_are_understood(

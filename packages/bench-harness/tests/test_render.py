@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +168,6 @@ def test_what_is_wrong_in_a_block_is_one_line(
     tool: Bench, page: Path, old: str, new: str, message: str
 ) -> None:
     """It names file, line and key; the block stays as it is, and so does the file."""
-    import re
-
     page.write_text(PAGE.replace(old, new))
     done = tool("fill", str(page))
     assert done.returncode in (1, 2)
@@ -209,6 +208,58 @@ def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
     (line,) = done.stderr.splitlines()
     assert f"{page}:3: a block must end with <!-- /bench-harness -->, but got none. Add it." in line
     assert page.read_text() == text
+
+
+RECIPES = """[source.toy]
+rows = "../rows.jsonl"
+experiment = "toy"
+table = "Toy <times>"
+
+[block.times.show]
+source = "toy"
+columns = ["variant", ["median (ms)", "time (ms)"]]
+interval = ["median (ms)", "number", "number"]
+digits = 1
+
+[block.picture.figure]
+source = "toy"
+name = "line"
+file = "line.png"
+"""
+
+
+def test_recipes_stand_in_a_file_and_the_page_holds_a_line(page: Path) -> None:
+    """Paths are relative to the file of recipes, links to the page."""
+    folder = page.parent / "side"
+    folder.mkdir()
+    (folder / "mine.tables.toml").write_text(RECIPES)
+    mark = "<!-- bench-harness: side/mine.tables.toml#{} -->\n<!-- /bench-harness -->\n"
+    page.write_text(mark.format("times") + mark.format("picture"))
+    made = render(page)
+    assert made.problems == []
+    assert "| variant | time (ms) |\n| --- | ---: |\n" in made.text
+    assert "| plain | 1234.4 [0.0, 0.0] |" in made.text
+    assert "![line](side/line.png)" in made.text
+    assert list(made.pictures) == [folder / "line.png"]
+    assert made.text.startswith("<!-- bench-harness: side/mine.tables.toml#times -->\n\n| variant")
+
+
+@pytest.mark.parametrize(
+    ("mark", "message"),
+    [
+        ("gone.toml#times", "recipes must be a readable file, but got .*gone.toml"),
+        ("mine.toml#tomes", "block must be one of times, picture in mine.toml, but got 'tomes'"),
+        ("broken.toml#times", "broken.toml must be TOML, but got an error"),
+    ],
+)
+def test_a_mark_that_names_no_recipe_is_one_line(page: Path, mark: str, message: str) -> None:
+    (page.parent / "mine.toml").write_text(RECIPES.replace("../rows", "rows"))
+    (page.parent / "broken.toml").write_text("[source")
+    page.write_text(f"<!-- bench-harness: {mark} -->\nkept\n<!-- /bench-harness -->\n")
+    made = render(page)
+    assert made.text == page.read_text()
+    (problem,) = made.problems
+    assert re.search(message, problem), problem
 
 
 PLAIN = """<!-- bench-harness
@@ -267,6 +318,31 @@ def test_a_compressed_file_holds_the_same_rows(page: Path) -> None:
         small.write_bytes(damaged)
         with pytest.raises(published.PublishedError, match="must be a readable file"):
             published.read(small)
+
+
+JUNIT = """<testsuites>
+<testsuite tests="9" skipped="2" failures="{}" errors="0" time="61.4"/>
+</testsuites>"""
+
+
+def test_a_run_of_gpu_tests_is_recorded_once_and_shown_by_versions(tool: Bench, page: Path) -> None:
+    folder = page.parent
+    (folder / "one.xml").write_text(JUNIT.format(0))
+    tested = ["tested", "one.xml", "--part", "one GPU", "--target", "tests.json", "--commit"]
+    machine = ["--machine", "2 × NVIDIA H100, torch 2.11.0, triton 3.6.0"]
+    for commit in ("old", "new"):
+        assert tool(*tested, commit, *machine).returncode == 0
+    page.write_text("<!-- bench-harness: mine.toml#v -->\n<!-- /bench-harness -->\n")
+    (folder / "mine.toml").write_text('[block.v.versions]\ntests = "tests.json"\nrows = "."\n')
+    made = render(page)
+    assert made.problems == []
+    assert "one GPU: 7 passed, 2 skipped in 1 min 1 s, on 2 × H100 at new" in made.text
+    assert "at old" not in made.text
+
+    (folder / "one.xml").write_text(JUNIT.format(3))
+    failed = tool(*tested, "bad", *machine)
+    assert failed.returncode == 2
+    assert "recorded tests must pass, but got 3 failures" in failed.stderr
 
 
 def test_numbers_stand_to_the_right_and_pipes_are_escaped() -> None:

@@ -14,8 +14,8 @@ import pytest
 from tools.pages import rows as published
 from tools.pages.fill import render
 
-from bench_harness.core import Row
-from bench_harness.experiments import get
+from bench_harness.core import Case, Row
+from bench_harness.experiments import get, names
 from bench_harness.report.frame import to_frame
 from bench_harness.training import settings as of
 from bench_harness.training.moments import MOMENTS
@@ -72,7 +72,8 @@ def test_pages_show_what_the_rows_say(page: Path) -> None:
 
 
 def test_every_problem_has_its_page() -> None:
-    assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {"index", *PROBLEMS}
+    about = {"index", "deliverables", "course-files", "course-tests"}
+    assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {*about, *PROBLEMS}
     index = (ASSIGNMENT / "index.md").read_text(encoding="utf-8")
     assert all(f"]({name}.md)" in index for name in PROBLEMS)
 
@@ -115,6 +116,28 @@ def test_rows_of_a_file_come_from_one_commit() -> None:
             case for case in cases if not case["measured_on"].startswith("2 CPU cores, gloo")
         ]
         assert all("commit" in case for case in measured), file.name
+
+
+def test_a_dry_run_would_have_said_how_long_published_cases_take() -> None:
+    """Within a factor of two, by calculation alone: nearly every case, and all of them together."""
+    ratios, expected, took = [], 0.0, 0.0
+    for file in sorted(RESULTS.glob("*.jsonl*")):
+        seconds = {row["case_key"]: row for row in published.read(file) if "seconds" in row}
+        for row in seconds.values():
+            config = row["config"]
+            whole = (
+                row["experiment"] != "attention" or "features" in config
+            )  # else of an old version
+            if row["experiment"] in names() and whole and config.get("device") != "cpu":
+                case = Case(experiment=row["experiment"], config=config)
+                work = get(row["experiment"]).work_s(case)
+                assert work is not None
+                work += config.get("max_seconds", 0.0) * bool(config.get("interval"))
+                ratios.append(work / row["seconds"])
+                expected, took = expected + work, took + row["seconds"]
+    assert len(ratios) > 100
+    assert sum(0.5 <= ratio <= 2 for ratio in ratios) > 0.85 * len(ratios)
+    assert 0.67 < expected / took < 1.5
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl*")), ids=lambda file: file.stem)

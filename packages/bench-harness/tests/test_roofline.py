@@ -29,6 +29,23 @@ def test_the_longer_of_compute_and_memory_is_the_limit() -> None:
     assert roofline.with_roofline(frame)["roof_share"][0] == 100.0
 
 
+def test_the_ceiling_is_that_of_the_clock_at_which_the_samples_ran() -> None:
+    frame = pd.DataFrame(
+        {
+            "median_ms": 4.0,
+            "flops": 2e12,
+            "least_bytes": 1.0,
+            "ceiling_tflop_s": 1000.0,
+            "bandwidth_gb_s": 500.0,
+            "ceiling_clock_mhz": [1600.0, 1600.0, None],
+            "samples_sm_clock_mhz": [[800.0, 800.0, 1600.0], None, [900.0]],
+        }
+    )
+    found = roofline.with_roofline(frame)
+    assert found["roof_ms"].tolist() == [4.0, 2.0, 2.0], "half of the clock is half of the rate"
+    assert found["clock_mhz"].tolist()[0] == 800.0
+
+
 def test_rows_without_rates_are_left_as_they_are() -> None:
     frame = pd.DataFrame({"median_ms": [1.0], "flops": [1]})
     assert list(roofline.with_roofline(frame)) == ["median_ms", "flops"]

@@ -56,6 +56,30 @@ def test_the_same_command_resumes_then_repeats(
     assert all(len(line) <= 80 for line in output.splitlines())
 
 
+def test_what_a_case_takes_is_known_before_its_first_run(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
+    file = io.StringIO()
+    quick = experiments.get("allreduce").cases(device="cpu", world_sizes=(2,), max_seconds=3.0)
+    toy = experiments.get("toy").cases(kinds=("ok",))
+
+    def dry_run(cases: list[Case]) -> str:
+        request = session.Request(name="mine", cases=cases, options=[], command=[])
+        session.dry_run(request, Console(file=file, width=80))
+        return file.getvalue().splitlines()[-1]
+
+    assert "1 of 1 case to run, about 5.0 s by calculation, into runs/mine-01" in dry_run(quick)
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e3, 0.0, 0.0))
+    assert "by calculation (the CPU is busy), into" in dry_run(quick)
+    assert "at most" in dry_run(toy), "nothing is known of an experiment that does not say"
+    request = session.Request(name="mine", cases=toy, options=[], command=[])
+    assert session.measure(request, Console(file=io.StringIO(), width=80), tables=False)
+    assert "by calculation" not in dry_run(toy)
+    assert "to run, about " in dry_run(toy), "as the run before"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.04, "0.0 s"), (59.94, "59.9 s"), (65, "1 min 05 s"), (7800, "2 h 10 min")],

@@ -412,7 +412,6 @@ def test_the_picture_is_of_the_rank_that_waited_least() -> None:
             "overlap_ratio": 0.5,
             "timeline": rank,
             "spans": "kernels",
-            "arrivals": [],
         }
         for rank, (value, exposed) in enumerate([(5.0, 30.0), (4.0, 2.0)])
     ]

@@ -10,6 +10,8 @@ size than it expects.
 ``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
 and writes the rows that the package's documentation shows. With ``--gpus`` two ranks train on GPUs
 over NCCL, and the copies are real ones; ``--wrappers BucketedDDP,torch DDP`` leaves others out.
+``--jobs 8`` tries eight faults at a time, for a host with many cores. A run that was cut leaves
+what it has found beside the target, as ``.partial``, and the next one goes on from there.
 ``test_fault_suite.py`` runs a sample on CPUs, and all of ours nightly.
 """
 
@@ -22,6 +24,7 @@ import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,6 +34,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -585,6 +589,13 @@ def by_fault(results: Iterable[Result]) -> Iterator[dict[str, object]]:
         yield row
 
 
+def finished(partial: Path) -> dict[tuple[str, str, int], Result]:
+    """Results of a run that ended early, by fault, wrapper and number of ranks."""
+    lines = partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []
+    results = [Result(**json.loads(line)) for line in lines]
+    return {(each.fault, each.wrapper, each.ranks): each for each in results}
+
+
 def main() -> None:
     """Runs the suite and writes its rows, in the layout of published rows."""
     from bench_harness.environment import git_state
@@ -593,18 +604,31 @@ def main() -> None:
     parser.add_argument("target", type=Path, help="the file of rows")
     parser.add_argument("--gpus", action="store_true", help="two ranks on GPUs, over NCCL")
     parser.add_argument("--wrappers", default=",".join((*OURS, TORCHS)), help="names, with commas")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     arguments = parser.parse_args()
     machine, backend, sizes = f"{os.cpu_count()} CPU cores, gloo", "gloo", WORLD_SIZES
     if arguments.gpus:
         machine, backend, sizes = f"2 {torch.cuda.get_device_name()}, NCCL", "nccl", WORLD_SIZES[:1]
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # ranks name who is lost, as on gloo
     commit = (git_state(Path(__file__).parent) or {}).get("commit")
-    results: list[Result] = []
-    for fault, name, size in itertools.product(NAMES, arguments.wrappers.split(","), sizes):
-        if name == TORCHS and fault in NOT_TORCHS:
-            continue
-        results.append(inject(fault, name, size, backend=backend))
-        print(json.dumps(asdict(results[-1])), flush=True)
+    wanted = [
+        (fault, name, size)
+        for fault, name, size in itertools.product(NAMES, arguments.wrappers.split(","), sizes)
+        if name != TORCHS or fault not in NOT_TORCHS
+    ]
+    found = finished(partial := arguments.target.with_suffix(".partial"))
+    pool = ProcessPoolExecutor(arguments.jobs, multiprocessing.get_context("spawn"))
+    left = [pool.submit(inject, *each, backend=backend) for each in wanted if each not in found]
+    try:
+        for done in as_completed(left):
+            result = done.result()
+            found[result.fault, result.wrapper, result.ranks] = result
+            print(row := json.dumps(asdict(result)), flush=True)
+            with partial.open("a", encoding="utf-8") as file:
+                file.write(row + "\n")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    results = [found[each] for each in wanted]
     with arguments.target.open("w", encoding="utf-8") as file:
         for label, rows in (
             ("runs", [asdict(result) for result in results]),
@@ -615,6 +639,7 @@ def main() -> None:
             where = f"{machine}, torch {torch.__version__}"
             line = {**about, "commit": commit, "measured_on": where, "config": {}, "rows": rows}
             file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+    partial.unlink()
 
 
 if __name__ == "__main__":

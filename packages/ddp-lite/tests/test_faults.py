@@ -64,7 +64,7 @@ def step_with_fault(rank: int, world_size: int, name: str, fault: str, victim: i
         raise
     except RuntimeError as error:
         if fault == "stop":  # nothing else ends a stopped process
-            os.kill(wrapped._ranks._peers[victim].pid, signal.SIGKILL)
+            os.kill(wrapped._ranks._pids[victim], signal.SIGKILL)
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "finished", time.monotonic() - begin
 

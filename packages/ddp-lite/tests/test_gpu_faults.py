@@ -31,7 +31,7 @@ def lose_rank_1(rank: int, world_size: int, how: signal.Signals) -> str:
     device = torch.device("cuda", rank)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device)
     wrapped = BucketedDDP(model, 0.3)
-    pid_of_rank_1 = wrapped._ranks._peers[1].pid
+    pid_of_rank_1 = wrapped._ranks._pids[1]
 
     def step(lost: bool) -> None:
         hidden = model[1](model[0](torch.ones(8, 256, device=device)))
@@ -83,7 +83,7 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
     assert group is not None
     memory = PeerMemory(group, buffer_mb=1, timeout=timedelta(seconds=COPY_TIMEOUT))
     wrapped = BucketedDDP(model, 0.3, comm_hook=PeerCopyAverage(memory))
-    pid_of_rank_1 = wrapped._ranks._peers[1].pid
+    pid_of_rank_1 = wrapped._ranks._pids[1]
 
     def backward(lost: bool) -> None:
         hidden = model[1](model[0](torch.ones(8, 256, device=device)))

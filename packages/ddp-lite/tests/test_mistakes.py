@@ -361,7 +361,7 @@ def store_host_stops(rank: int, world_size: int) -> tuple[str, float]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     wrapped = BucketedDDP(mlp())
     loss_of(wrapped, rank).backward()
-    pids = [peer.pid for peer in wrapped._ranks._peers]
+    pids = list(wrapped._ranks._pids)
     set_collective_timeout(3)
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,7 +1,6 @@
 """Why the ranks of a group cannot copy between their GPUs, on a machine without GPUs."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,7 +10,6 @@ import torch
 from ddp_lite.peer import PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import memory as peer_memory
 from ddp_lite.peer.memory import SharedMemory
-from ddp_lite.ranks import Peer
 
 HERE, THERE = "host-a", "host-b"
 
@@ -32,7 +30,6 @@ class TwoRanks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     """Host and GPU of each rank, which a test may change; rank 0 sees the GPUs "0" and "1"."""
     found: list[tuple[str, str | None]] = [(HERE, "0"), (HERE, "1")]
-    here = replace(Peer.here(), host=HERE)
 
     def gathered(value: Any, group: object) -> list[Any]:
         host, gpu = found[1]
@@ -40,7 +37,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
 
     monkeypatch.setattr(peer_memory, "all_gather_json", gathered)
     monkeypatch.setattr(peer_memory, "backend_for", lambda *_: "nccl")
-    monkeypatch.setattr(Peer, "here", lambda: here)
+    monkeypatch.setattr(peer_memory.socket, "gethostname", lambda: HERE)
     gpus = {
         "is_available": lambda: True,
         "current_device": lambda: 0,

@@ -244,3 +244,27 @@ def test_no_two_copies_meet_at_one_gpu(world_size: int) -> None:
             assert len(set(step)) == world_size
         staggers = [op.kind for op in schedule.average(0, world_size)].count(Kind.STAGGER)
         assert staggers == 2 * (world_size - 2)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_bytes_that_cross_between_gpus(world_size: int) -> None:
+    numels, alignment, capacity = [1600, 1600 * 1600, 6400, 1600 * 6400], 64, 2**20
+    rows = schedule.cut_together(numels, world_size, alignment)
+    windows = schedule.windows(rows, capacity)
+    assert len(windows) == -(-schedule.row_length(sum(numels), world_size, alignment) // capacity)
+    writes, reads = Counter[int](), Counter[int]()  # elements that leave a GPU, by either copy
+    for rank in range(world_size):
+        for window in windows:
+            lengths = [schedule.length_of(row) for row in window]
+            for operation in schedule.average(rank, world_size):
+                if operation.kind is Kind.PUSH:
+                    writes[rank] += lengths[operation.peer]
+                elif operation.kind is Kind.PULL:
+                    reads[operation.peer] += lengths[operation.peer]
+    ring = (world_size - 1) * sum(numels)  # what a ring sends in either half, from all ranks
+    assert sum(writes.values()) == sum(reads.values()) == ring
+    # Rows begin aligned, so the last one is shorter by less than that for each of them.
+    unequal = world_size**2 * alignment
+    for rank in range(world_size):
+        sent = writes[rank] + reads[rank]
+        assert sent == pytest.approx(2 * ring / world_size, abs=unequal)

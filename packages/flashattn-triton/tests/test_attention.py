@@ -98,8 +98,7 @@ BAD_DENSE: list[tuple[dict[str, Any], str]] = [
     ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20, but got 21"),
     ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads, but got 1"),
     ({"query": (2, 3, 20, 16)}, "multiple of key's, but got 3 and 2"),
-    ({"query": (2, 2, 20, 257), "key": (2, 2, 20, 257)}, "from 1 to 256, but got 257"),
-    ({"dtype": torch.float64}, "query must be float16, bfloat16 or float32"),
+    ({"dtype": torch.int32}, "query must be float16, bfloat16 or float32, or float64 where"),
 ]
 
 
@@ -112,6 +111,29 @@ def test_bad_tensors(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         flash_attention(**tensors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((1, 2, 9, 257), torch.float32, r"at most 256 for Triton's kernels.*Use .*'tiled'"),
+        ((1, 2, 9, 16), torch.float64, r"float64\. Convert it, or use implementation='tiled'"),
+    ],
+)
+def test_what_no_kernel_computes_is_computed_in_tiles(
+    shape: tuple[int, ...], dtype: torch.dtype, message: str
+) -> None:
+    leaves = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*leaves, implementation="triton")
+    results = []
+    for implementation in ("tiled", "reference"):
+        out, lse = flash_attention(
+            *leaves, causal=True, return_lse=True, implementation=implementation
+        )
+        assert out.dtype == lse.dtype == dtype
+        results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)))
+    torch.testing.assert_close(*results)
 
 
 def test_mixed_dtypes_and_devices() -> None:

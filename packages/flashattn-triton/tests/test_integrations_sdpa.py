@@ -42,6 +42,7 @@ def inputs(heads=2, kv_heads=2, n_queries=9, n_keys=9, leading=(2,)):
         ({"heads": 4}, {"enable_gqa": True}),
         ({"leading": ()}, {"is_causal": True}),
         ({"n_queries": 1, "n_keys": 30}, {"attn_mask": None, "dropout_p": 0.0}),
+        ({}, {"attn_mask": torch.ones(9, 9, dtype=torch.bool).tril(1)}),
     ],
 )
 def test_a_routed_call_equals_the_original(calls, shape, keywords):
@@ -81,7 +82,7 @@ def test_a_mask_of_numbers_is_added_to_the_scores(calls, leading, mask_shape):
 @pytest.mark.parametrize(
     ("mask", "keywords", "reason"),
     [
-        (torch.zeros(9, 9, dtype=torch.float64), {}, "not of the query's dtype"),
+        (torch.zeros(9, 9, dtype=torch.float64), {}, "nor of the query's dtype"),
         (torch.zeros(9, 9), {"is_causal": True}, "beside is_causal"),
         (torch.zeros(3, 1, 9, 9), {}, "does not broadcast"),
         (torch.zeros(9, 9, device="meta"), {}, "on another device"),
@@ -106,11 +107,6 @@ def test_positional_arguments_and_modules(calls):
 
 
 UNSUPPORTED = [
-    (
-        lambda q, k, v: (q, k, v, torch.ones(9, 9, dtype=torch.bool)),
-        {},
-        "an attn_mask that is boolean",
-    ),
     (lambda q, k, v: (q, k, v), {"dropout_p": 0.5}, "dropout_p is not 0"),
     (lambda q, k, v: (q.double(), k.double(), v.double()), {}, "a dtype other than"),
     (lambda q, k, v: (q[None], k[None], v[None]), {}, "other than 3 or 4 dimensions"),

@@ -408,10 +408,55 @@ def test_a_position_bias_of_packed_sequences_is_refused():
 
 
 def test_dropout_is_refused():
-    model = causal_model("Llama", integration.NAME, attention_dropout=0.1).train()
+    with pytest.warns(UserWarning, match=r"from_pretrained\(\.\.\., attention_dropout=0\.0\)"):
+        model = causal_model("Llama", integration.NAME, attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"got 0\.1\. Set attention_dropout=0 in"):
         model(tokens())
     model.eval()(tokens())
+
+
+@pytest.mark.parametrize("name", [integration.NAME, integration.ALIAS])
+def test_dropout_in_a_configuration_is_named_when_a_model_is_built(name):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, intermediate_size=48)
+    with pytest.warns(UserWarning, match=r"got attention_probs_dropout_prob=0\.1\. Turn it off by"):
+        transformers.BertModel._from_config(config, attn_implementation=name)
+    config.attention_probs_dropout_prob = 0.0
+    transformers.BertModel._from_config(config, attn_implementation=name)
+
+
+@pytest.mark.parametrize("name", [integration.NAME, integration.ALIAS])
+@pytest.mark.parametrize("kind", ["Falcon", "GPTNeo", "GPTJ", "Bloom"])
+def test_models_with_attention_of_their_own_are_refused_when_they_are_built(kind, name):
+    model = getattr(transformers, f"{kind}Model")
+    with pytest.raises(ValueError, match=f"attn_implementation of {kind}Model must be 'eager'"):
+        model._from_config(model.config_class(), attn_implementation=name)
+
+
+def test_the_alias_has_no_flash_in_it_and_computes_the_same():
+    ours = causal_model("Llama", integration.ALIAS)
+    theirs = causal_model("Llama", "sdpa")
+    theirs.load_state_dict(ours.state_dict())
+    assert not transformers.utils.generic.is_flash_attention_requested(ours.config)
+    ids = tokens()
+    assert_same_results(ours, theirs, ids, padding("left", ids))
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_windows_on_both_sides(side):
+    def gemma(name):
+        config = transformers.Gemma3TextConfig(
+            **SIZES, sliding_window=9, use_bidirectional_attention=True, query_pre_attn_scalar=8,
+            layer_types=["sliding_attention", "full_attention"],
+        )  # fmt: skip
+        return transformers.Gemma3TextModel._from_config(config, attn_implementation=name)
+
+    ours, theirs = gemma(integration.NAME).to(DEVICE), gemma("eager").to(DEVICE)
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens()
+    mask = torch.ones_like(ids) if side is None else padding(side, ids)
+    out, expected = (m(ids, attention_mask=mask).last_hidden_state for m in (ours, theirs))
+    torch.testing.assert_close(out[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
 def test_a_custom_mask_is_refused():
@@ -513,9 +558,16 @@ def test_chunks_are_sequences():
     assert found.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
 
 
-def test_a_users_mask_function_is_refused():
-    with pytest.raises(ValueError, match="does not support custom mask functions"):
-        integration.attention_mask(1, 4, 4, use_vmap=True)
+def test_rules_of_single_positions_are_evaluated_like_others():
+    def full(batch, head, query, key):
+        return torch.tensor(True)
+
+    arguments = {"batch_size": 2, "q_length": 9, "kv_length": 9, "use_vmap": True}
+    assert integration.attention_mask(**arguments, mask_function=full) is None
+    with pytest.raises(ValueError, match="but got a rule that is none of these"):
+        integration.attention_mask(
+            **arguments, mask_function=lambda batch, head, query, key: (key <= query) | (key < 4)
+        )
 
 
 def test_a_padding_mask_shorter_than_the_keys_is_refused():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -179,15 +178,6 @@ def test_the_operator_itself_is_differentiable(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_second_derivatives_are_refused(implementation: str) -> None:
-    inputs = leaves()
-    out = flash_attention(*inputs, implementation=implementation)
-    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("key_dim", [None, 0, 2])
 def test_vmap(implementation: str, key_dim: int | None) -> None:
     queries = torch.randn(3, 2, 2, 20, 16, device=DEVICE)
@@ -221,24 +211,6 @@ def test_func_grad_and_its_vmap(implementation: str) -> None:
     alone = torch.func.grad(loss, (0, 1))(queries[1], keys, implementation)
     for a, e in zip(alone, actual, strict=True):
         torch.testing.assert_close(a, e[1])
-
-
-@compiler
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_other_derivatives_are_refused(implementation: str) -> None:
-    x = torch.randn(1, 1, 20, 16, device=DEVICE)
-
-    def total(q: torch.Tensor) -> torch.Tensor:
-        return flash_attention(q, x, x, implementation=implementation).square().sum()
-
-    with pytest.raises(RuntimeError, match="first derivatives only"):
-        torch.func.grad(lambda q: torch.func.grad(total)(q).sum())(x)
-    with pytest.raises(RuntimeError, match="forward"):
-        torch.func.jvp(total, (x,), (x,))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x)
-        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-            total(dual)
 
 
 @compiler
@@ -295,14 +267,6 @@ def test_derivatives_of_mapped_and_shared_sinks(implementation: str) -> None:
         )
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
-
-
-@compiler
-def test_forward_mode_over_reverse_mode_is_refused() -> None:
-    x = torch.randn(1, 1, 6, 8, device=DEVICE)
-    total = lambda q: flash_attention(q, x, x).square().sum()  # noqa: E731
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        torch.func.hessian(total)(x)
 
 
 def test_floating_point_operations_are_counted_as_pytorch_counts_its_own() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_lite.ranks import Ranks
-from shard_optim.communication import all_gather_several, reduce_scatter_several
+from shard_optim.communication import GroupCollectives
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def gloo():
 
 
 def test_gathers_of_several_tensors_avoid_the_call_that_corrupts_gloos_memory(gloo, monkeypatch):
-    """See the comment in ``all_gather_several``."""
+    """See the comment in ``GroupCollectives``."""
 
     def refuse(*_):
         raise AssertionError("this call is not safe beside another one on gloo")
@@ -26,10 +26,10 @@ def test_gathers_of_several_tensors_avoid_the_call_that_corrupts_gloos_memory(gl
     monkeypatch.setattr(dist.ProcessGroup, "allgather_into_tensor_coalesced", refuse)
     parts = [torch.arange(3.0), torch.arange(7.0)]
     wholes = [torch.zeros(3), torch.zeros(7)]
-    ranks = Ranks(gloo, torch.device("cpu"), "test")
-    all_gather_several(wholes, parts, ranks).wait()
+    collectives = GroupCollectives(Ranks(gloo, torch.device("cpu"), "test"))
+    collectives.all_gather(wholes, parts).wait()
     averages = [torch.zeros(3), torch.zeros(7)]
-    reduce_scatter_several(averages, parts, ranks).wait()
+    collectives.reduce_scatter(averages, parts).wait()
     for part, whole, average in zip(parts, wholes, averages, strict=True):
         assert torch.equal(whole, part)
         assert torch.equal(average, part)

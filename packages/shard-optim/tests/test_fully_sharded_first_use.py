@@ -3,6 +3,7 @@
 import copy
 import logging
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -101,9 +102,54 @@ def check_step_in_a_hook(rank, world_size):
     model = FullyShardedDataParallel(net())
     for param in model.parameters():
         optimizer = torch.optim.SGD([param], lr=0.1)
-        param.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
+        param.register_hook(lambda _, step=optimizer.step: step())
     with pytest.raises(RuntimeError, match="must step after backward, but SGD stepped in a hook"):
         loss_of(model, 0, rank).backward()
+
+
+def check_post_accumulate_hooks(rank, world_size):
+    """They see averaged shards, whenever they were registered: an optimizer or an update by hand"""
+
+    def by_optimizer(param):
+        optimizer = torch.optim.SGD([param], lr=0.1)
+
+        def step(_param):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def by_hand(param):
+        def step(param):
+            param.data.add_(param.grad, alpha=-0.1)
+            param.grad = None
+
+        return step
+
+    for update in (by_optimizer, by_hand):
+        expected, module = net(), net()
+        plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+        seen = []
+        early = module.head.weight.register_post_accumulate_grad_hook(seen.append)
+        model = FullyShardedDataParallel(module)
+        for step in range(3):
+            plain.zero_grad()
+            loss_of(expected, step, rank).backward()
+            average_gradients(expected)
+            plain.step()
+            loss = loss_of(model, step, rank)
+            if step == 0:  # also between forward and backward
+                for param in model.parameters():
+                    param.register_post_accumulate_grad_hook(update(param))
+            with model.no_sync() if step == 2 else nullcontext():
+                loss.backward()
+            if step == 2:  # not averaged, so nobody is called
+                break
+            found = model.full_parameters()
+            for name, param in expected.named_parameters():
+                assert torch.equal(found[name], param), name
+        assert len(seen) == 2
+        early.remove()
 
 
 def check_groups_by_ndim(rank, world_size):
@@ -282,6 +328,7 @@ CHECKS = [
     ("a method", check_method, ()),
     ("inputs that are cast", check_cast, ()),
     ("a step in a hook", check_step_in_a_hook, ()),
+    ("post-accumulate hooks", check_post_accumulate_hooks, ()),
     ("groups by ndim", check_groups_by_ndim, ()),
     ("torch.compile around", check_compile_around, ()),
     ("an average of weights", check_average_of_weights, ()),

@@ -10,7 +10,6 @@ from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
-    WholeMatrixOptimizer,
     full_state,
     load,
     load_full_state,
@@ -113,18 +112,18 @@ def check_functions(rank, world_size, folder):
         (TypeError, NO_OPTIMIZER, lambda: load_full_state(state, model, 3)),
         (
             TypeError,
-            r"got a Net first\. Call WholeMatrixOptimizer\(matrices, optimizer_cls",
-            lambda: WholeMatrixOptimizer(plain, [], torch.optim.Muon),
+            r"but got one Fully.*\. Pass model\.parameters\(\)",
+            lambda: ShardedOptimizer(model, torch.optim.Muon, partition="whole"),
         ),
         (
             TypeError,
             "optimizer_cls must be a subclass of torch.optim.Optimizer, but got 'muon'",
-            lambda: WholeMatrixOptimizer(model.parameters(), "muon"),
+            lambda: ShardedOptimizer(model.parameters(), "muon", partition="whole"),
         ),
         (
             ValueError,
             "params must be sharded parameters of the model.*Give small and foreign parameters to",
-            lambda: WholeMatrixOptimizer(plain.parameters(), torch.optim.Muon),
+            lambda: ShardedOptimizer(model.parameters(), torch.optim.Muon, partition="whole"),
         ),
         (TypeError, "max_norm must be a number, but got '1'", lambda: model.clip_grad_norm_("1")),
         (

@@ -11,7 +11,7 @@ from torch import nn
 
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
-from shard_optim import FullyShardedDataParallel, OffloadedOptimizer, ShardedOptimizer, load, save
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
 from shard_optim.bucket_layout import flat_slice
 from shard_optim.fully_sharded.unit import Unit, parameter_locations
 from whole_state import load_whole_model, load_whole_optimizer, whole_model, whole_optimizer
@@ -186,7 +186,7 @@ def check_optimizer_state(rank, world_size):
     update(expected, plain, [2])
     assert_same(model, expected)
 
-    offloaded = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.7)
+    offloaded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.7, offload_state=True)
     load_whole_optimizer(offloaded, plain.state_dict() if rank == 0 else None)
     full = whole_optimizer(offloaded)
     if full is not None:

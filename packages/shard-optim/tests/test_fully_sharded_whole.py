@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fully_sharded_models import average_gradients, loss_of, net
 from ranks import run_ranks
-from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer, load, save
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
 from shard_optim.fully_sharded.whole_matrix import assign_owners, orthogonalization_cost
 from whole_state import load_whole_optimizer, whole_optimizer
 
@@ -41,9 +41,16 @@ def trained_replicas(rank, steps, **settings):
     return model
 
 
-def sharded(**settings):
+def sharded(offload_state=False, **settings):
     model = FullyShardedDataParallel(net(**settings))
-    muon = WholeMatrixOptimizer(matrices_of(model), torch.optim.Muon, lr=0.05, momentum=0.9)
+    muon = ShardedOptimizer(
+        matrices_of(model),
+        torch.optim.Muon,
+        partition="whole",
+        offload_state=offload_state,
+        lr=0.05,
+        momentum=0.9,
+    )
     return model, muon, torch.optim.AdamW(others_of(model), lr=0.05)
 
 
@@ -66,15 +73,16 @@ def assert_equal(model, expected, exact):
 
 
 def check_training(rank, world_size, folder):
-    for settings in ({}, {"frozen": True}):
+    for settings, offload_state in (({}, True), ({"frozen": True}, False)):
         expected = trained_replicas(rank, 4, **settings)
-        model, *optimizers = sharded(**settings)
+        model, *optimizers = sharded(offload_state, **settings)
         train(model, optimizers, rank, range(4))
         assert_equal(model, expected, exact=world_size == 2)
-    owned = [param for param in matrices_of(model) if optimizers[0].whole_of(param) is not None]
+    local = optimizers[0].local
+    owned = [param for param in matrices_of(model) if local.updated(param) is not None]
     assert set(optimizers[0].state) <= set(owned)
     for param, state in optimizers[0].state.items():
-        assert state["momentum_buffer"].shape == optimizers[0].place_of(param).size
+        assert state["momentum_buffer"].shape == local.place_of(param).size
 
     # Another process continues, with its own number of ranks.
     expected = trained_replicas(rank, 4)
@@ -91,9 +99,13 @@ def check_training(rank, world_size, folder):
         assert_equal(model, expected, exact=True)
 
     with pytest.raises(ValueError, match="must be sharded parameters of the model"):
-        WholeMatrixOptimizer(model.parameters(), torch.optim.Muon)
-    with pytest.raises(ValueError, match="WholeMatrixOptimizer"):
-        ShardedOptimizer(matrices_of(model), torch.optim.AdamW)
+        ShardedOptimizer(model.parameters(), torch.optim.Muon, partition="whole")
+    with pytest.raises(ValueError, match="master_dtype must be left out over the parameters of a"):
+        ShardedOptimizer(matrices_of(model), torch.optim.AdamW, master_dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="must be given to the constructor where"):
+        optimizers[0].add_param_group({"params": matrices_of(sharded()[0])})
+    with pytest.raises(ValueError, match="parameters of one FullyShardedDataParallel, but got one"):
+        ShardedOptimizer([*matrices_of(model), *matrices_of(sharded()[0])], torch.optim.AdamW)
 
 
 def check_full_state(rank, world_size):
@@ -111,7 +123,7 @@ def check_full_state(rank, world_size):
     model, fresh, _ = sharded()
     model.load_state_dict(weights)
     load_whole_optimizer(fresh, full)
-    owned = [param for param in matrices_of(model) if fresh.whole_of(param) is not None]
+    owned = [param for param in matrices_of(model) if fresh.local.updated(param) is not None]
     assert set(fresh.state) == set(owned)
     gradients = [torch.full_like(param, 0.5) for param in matrices_of(plain)]
     for param, gradient in zip(matrices_of(plain), gradients, strict=True):

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import OffloadedOptimizer, ShardedOptimizer
+from shard_optim import ShardedOptimizer
 from shard_optim.accounting import rank_memory
+from shard_optim.offload import OffloadedOptimizer
 from whole_state import load_whole_optimizer, whole_optimizer
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import run_ranks
-from shard_optim import FullyShardedDataParallel, ShardedOptimizer, WholeMatrixOptimizer
+from shard_optim import FullyShardedDataParallel, ShardedOptimizer
 from whole_state import load_whole_optimizer
 
 
@@ -190,7 +190,10 @@ def check_layer_wise(rank: int, world_size: int) -> None:
 def check_layer_wise_over_shards(rank: int, world_size: int) -> None:
     """The same trial before the first step at stage 3."""
     for cls, message in (
-        (Lars, r"in two parts\. Make it by WholeMatrixOptimizer\(matrices, Lars\)"),
+        (
+            Lars,
+            r"in two parts\. Make it by ShardedOptimizer\(matrices, Lars, partition=",
+        ),
         (Rows, r"every element alike, but Rows"),
         (ClipsAll, "otherwise when it is given others too"),
         (torch.optim.Adafactor, "Adafactor looks at the shape of each parameter"),
@@ -207,8 +210,9 @@ def check_layer_wise_over_shards(rank: int, world_size: int) -> None:
     loss_of(model, rank).backward()
     Signs(model.parameters()).step()
     matrices = [param for param in model.parameters() if param.grad is not None]
-    with pytest.raises(ValueError, match="a WholeMatrixOptimizer needs an optimizer that updates"):
-        WholeMatrixOptimizer(matrices, ClipsAll)
+    for partition in ("flat", "whole"):
+        with pytest.raises(ValueError, match=f'"{partition}" needs an optimizer that updates'):
+            ShardedOptimizer(matrices, ClipsAll, partition=partition)
 
 
 def classes() -> list[type[torch.optim.Optimizer]]:

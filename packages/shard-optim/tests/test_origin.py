@@ -14,7 +14,6 @@ import shard_optim
 from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
-    OffloadedOptimizer,
     ShardedOptimizer,
     full_state,
     load_full_state,
@@ -40,7 +39,7 @@ def stage_3(optimizer_cls=torch.optim.AdamW):
 
 
 def offloaded(params, lr):
-    return OffloadedOptimizer(params, torch.optim.AdamW, lr=lr)
+    return ShardedOptimizer(params, torch.optim.AdamW, lr=lr, offload_state=True)
 
 
 def stage_2():
@@ -85,12 +84,17 @@ def check_parts_of_rank_0(rank, world_size):
             optimizer.load_state_dict(saved["optimizer"])
         assert_unchanged(model, optimizer, before)
 
-        # A resumed run loads before its first step, which then raises and updates nothing.
+        # A resumed run loads before its first step. A plain class knows of its ranks only there: it
+        # raises then and updates nothing.
         model, optimizer = make()
         before = [param.detach().clone() for param in model.parameters()]
-        optimizer.load_state_dict(saved["optimizer"])
-        with pytest.raises(ValueError, match=TWO_LINES):
+
+        def resume(model=model, optimizer=optimizer, saved=saved):
+            optimizer.load_state_dict(saved["optimizer"])
             step(model, optimizer, rank)
+
+        with pytest.raises(ValueError, match=TWO_LINES):
+            resume()
         assert all(map(torch.equal, before, model.parameters()))
 
     model, optimizer = stage_2()

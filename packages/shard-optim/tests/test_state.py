@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ranks import run_ranks
-from shard_optim import ShardedOptimizer
+from shard_optim import ShardedOptimizer, load, save
 from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
@@ -67,6 +67,24 @@ def assert_same_state(ours, theirs):
                 assert torch.equal(mine, value), (index, key)
             else:
                 assert mine == value
+
+
+def check_folder(rank, world_size, folder):
+    """State of whole parameters that has other shapes than these, through a folder."""
+    model, other = build(), build()
+    optimizer = sharded(model, "Adafactor")
+    train(model, optimizer, range(2))
+    save(folder, model, optimizer)
+    resumed = sharded(other, "Adafactor")
+    load(folder, other, resumed)
+    for trained in ((model, optimizer), (other, resumed)):
+        train(*trained, range(2, 4))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_folder_with_state_of_other_shapes(tmp_path):
+    run_ranks(check_folder, 2, str(tmp_path / "saved"))
 
 
 def check_full(rank, world_size, name):

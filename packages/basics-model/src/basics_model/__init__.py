@@ -20,6 +20,8 @@ from basics_model.optimizer import AdamW, CosineSchedule, clip_gradients
 from basics_model.sizes import SIZES, ModelConfig, model_config
 from basics_model.weights import load_safetensors, save_safetensors
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BYTE_VOCAB_SIZE",
     "SAMPLE_TEXT",

@@ -7,4 +7,6 @@ group ``bench_harness.experiments``. Importing them imports neither torch nor pa
 from bench_harness.core import Case, CaseSkipped, Figure, Table, option
 from bench_harness.experiments.base import Experiment
 
+__version__ = "0.1.0"
+
 __all__ = ["Case", "CaseSkipped", "Experiment", "Figure", "Table", "option"]

@@ -32,6 +32,8 @@ _REMOVED = {
     "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
     "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
     "from-flex-attention.md of flashattn-triton.",
+    "list": "--help lists the experiments, run --help the presets, and runs are folders in runs/.",
+    "open": "A run prints the path of its report.html: open that file.",
     **dict.fromkeys(
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
@@ -90,6 +92,16 @@ AsJson: TypeAlias = Annotated[
         help="Print the results as JSON, and nothing else, to stdout.",
     ),
 ]
+PresetOrFile: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
+        show_default=False,
+        autocompletion=lambda incomplete: _shipped(incomplete),
+    ),
+]
+#: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
+_Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
@@ -180,7 +192,8 @@ def application(given: Sequence[str]) -> typer.Typer:
         command = _experiment_command(experiment, given)
         text = _help(experiment)
         app.command(experiment.name, cls=_Command, rich_help_panel=_EXPERIMENTS, help=text)(command)
-    app.command("run", cls=_Command, rich_help_panel=_RUNS)(_run_command(given))
+    text = "Run all experiments of a preset and write one report."
+    app.command("run", cls=_Command, rich_help_panel=_RUNS, help=text)(_run_command(given))
     for name, function in _OTHERS.items():
         app.command(name, rich_help_panel=_RUNS)(function)
     return app
@@ -216,47 +229,15 @@ def _help(experiment: Experiment) -> str:
 def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callable[..., int]:
     """A command whose signature is made from the experiment's options."""
 
-    def command(
-        context: typer.Context,
-        output: Path | None,
-        only: str,
-        dry_run: bool,
-        timeout: float | None,
-        as_json: bool,
-        **texts: Any,
-    ) -> int:
+    def plan(context: typer.Context, **texts: Any) -> _Plan:
         values = options.build(experiment, texts, written=True)
         sources = {name: context.get_parameter_source(name) for name in texts}
         written = [n for n, source in sources.items() if source and source.name == "COMMANDLINE"]
         user_code.refuse_ignored(values, written)
-        return _carry_out(
-            experiment.name,
-            experiment.cases(**values),
-            [(experiment.name, values)],
-            given,
-            output=output,
-            only=only,
-            dry_run=dry_run,
-            timeout=timeout,
-            as_json=as_json,
-            tables=True,
-        )
+        return experiment.name, experiment.cases(**values), [(experiment.name, values)], None
 
-    own = options.parameters(experiment)
-    common = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, kind, default in (
-            ("context", typer.Context, inspect.Parameter.empty),
-            ("output", Output, None),
-            ("only", Only, ""),
-            ("dry_run", DryRun, False),
-            ("timeout", Timeout, None),
-            ("as_json", AsJson, False),
-        )
-    ]
-    command.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in [*own, *common]}
-    return command
+    own = [*options.parameters(experiment), _parameter("context", typer.Context)]
+    return _measuring(plan, own, given)
 
 
 def _shipped(incomplete: str) -> list[str]:
@@ -264,74 +245,63 @@ def _shipped(incomplete: str) -> list[str]:
 
 
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
-    def run(
-        preset: Annotated[
-            str,
-            typer.Argument(
-                help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
-                show_default=False,
-                autocompletion=_shipped,
-            ),
-        ],
-        output: Output = None,
-        only: Only = "",
-        dry_run: DryRun = False,
-        timeout: Timeout = None,
-        as_json: AsJson = False,
-    ) -> int:
-        """Run all experiments of a preset and write one report."""
+    def plan(preset: str) -> _Plan:
         chosen = presets.load(preset)
-        return _carry_out(
-            chosen.name,
-            chosen.cases(),
-            chosen.runs,
-            given,
-            output=output,
-            only=only,
-            dry_run=dry_run,
-            timeout=timeout,
-            as_json=as_json,
-            tables=False,
+        return chosen.name, chosen.cases(), chosen.runs, preset
+
+    return _measuring(plan, [_parameter("preset", PresetOrFile)], given)
+
+
+def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def _measuring(
+    plan: Callable[..., _Plan], own: Sequence[inspect.Parameter], given: Sequence[str]
+) -> Callable[..., int]:
+    """A command that measures what ``plan`` makes of its own parameters."""
+
+    def command(
+        *,
+        output: Path | None,
+        only: str,
+        dry_run: bool,
+        timeout: float | None,
+        as_json: bool,
+        **values: Any,
+    ) -> int:
+        from rich.console import Console
+
+        from bench_harness import session
+
+        name, cases, chosen, preset = plan(**values)
+        request = session.Request(
+            name=name,
+            cases=user_code.identified(cases),
+            options=chosen,
+            command=given,
             preset=preset,
+            output=output,
+            only=[item.strip() for item in only.split(",") if item.strip()],
+            timeout_s=timeout,
         )
+        if dry_run:
+            session.dry_run(request, Console(), as_json=as_json)
+            return 0
+        console, tables = Console(stderr=as_json), preset is None and not as_json
+        done = session.measure(request, console, tables=tables, as_json=as_json)
+        return 0 if done else FAILED
 
-    return run
-
-
-def _carry_out(
-    name: str,
-    cases: Sequence[Case],
-    values: Sequence[tuple[str, dict[str, Any]]],
-    given: Sequence[str],
-    *,
-    output: Path | None,
-    only: str,
-    dry_run: bool,
-    timeout: float | None,
-    as_json: bool,
-    tables: bool,
-    preset: str | None = None,
-) -> int:
-    from rich.console import Console
-
-    from bench_harness import session
-
-    request = session.Request(
-        name=name,
-        cases=user_code.identified(cases),
-        options=values,
-        command=given,
-        preset=preset,
-        output=output,
-        only=[item.strip() for item in only.split(",") if item.strip()],
-        timeout_s=timeout,
-    )
-    if dry_run:
-        session.dry_run(request, Console(), as_json=as_json)
-        return 0
-    console = Console(stderr=as_json)
-    done = session.measure(request, console, tables=tables and not as_json, as_json=as_json)
-    return 0 if done else FAILED
+    shared = [
+        _parameter("output", Output, None),
+        _parameter("only", Only, ""),
+        _parameter("dry_run", DryRun, False),
+        _parameter("timeout", Timeout, None),
+        _parameter("as_json", AsJson, False),
+    ]
+    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in [*own, *shared]}
+    return command
 
 
 def _report(run: RunFolder, as_json: AsJson = False) -> int:
@@ -399,7 +369,7 @@ def _trace(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Analyse recordings of any program: overlap, kernels, stragglers, late gathers.
+    """Analyse recordings of any program: overlap, kernels, late gathers.
 
     Reads torch.profiler traces (.json, .json.gz) and Nsight Systems (.nsys-rep, .sqlite). Runs
     nothing.
@@ -427,46 +397,6 @@ def _trace(
     return 0
 
 
-def _list(as_json: AsJson = False) -> int:
-    """List experiments, presets, and the runs below runs/."""
-    from rich.console import Console
-
-    from bench_harness import session, terminal
-
-    found = {
-        "experiments": [{"name": each.name, "what": each.summary} for each in experiments.every()],
-        "presets": [
-            {"name": name, "what": presets.load(name).description} for name in presets.shipped()
-        ],
-        "runs": session.runs(),
-    }
-    if as_json:
-        typer.echo(json.dumps(found, allow_nan=False))
-    else:
-        terminal.plain_tables({name.capitalize(): rows for name, rows in found.items()}, Console())
-    return 0
-
-
-def _open(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run folder; the latest below runs/ by default.", show_default=False),
-    ] = None,
-) -> int:
-    """Open the report of a run in the browser."""
-    from bench_harness import session
-
-    folder = session.latest() if run is None else run
-    page = folder / "report.html"
-    if not page.is_file():
-        raise ValueError(
-            f"RUN must hold a report.html, but got {folder}. Run bench-harness report {folder}."
-        )
-    typer.echo(str(page))
-    typer.launch(page.absolute().as_uri())
-    return 0
-
-
 def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
     from rich.console import Console
@@ -478,7 +408,7 @@ def _env(as_json: AsJson = False) -> int:
         identity = environment.fingerprint(description)
         typer.echo(json.dumps({"environment id": identity, **description}))
         return 0
-    terminal.environment(description, environment.fingerprint(description), Console())
+    terminal.machine(description, environment.fingerprint(description), Console())
     return 0
 
 
@@ -501,8 +431,6 @@ def _preset(
 
 
 _OTHERS: dict[str, Callable[..., int]] = {
-    "list": _list,
-    "open": _open,
     "report": _report,
     "compare": _compare,
     "trace": _trace,

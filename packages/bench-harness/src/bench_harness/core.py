@@ -108,6 +108,27 @@ class Figure:
         return self.figure.get_figwidth() > 6.5
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of an experiment's tables and the axis of its pictures, declared once.
+
+    Attributes:
+        key: its name in rows.
+        title, unit: what its heading says.
+        digits: significant digits of numbers that are not whole.
+    """
+
+    key: str
+    title: str
+    unit: str = ""
+    digits: int = 4
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit, as tables, CSV files and published pages name the column."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
 def option(
     default: Any,
     help: str,  # noqa: A002 - the field's own word for it

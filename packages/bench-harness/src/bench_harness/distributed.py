@@ -75,6 +75,9 @@ def slowest_rank(ranks: list[Row]) -> Row:
     for name in ("samples_ms", "samples_device_ms"):
         if name in first:
             row[name] = slowest_of([rank[name] for rank in ranks])
+    if "samples_sm_clock_mhz" in first:
+        clocks = zip(*(rank["samples_sm_clock_mhz"] for rank in ranks), strict=False)
+        row["samples_sm_clock_mhz"] = [min(clock) for clock in clocks]
     if "samples_ms" in first:
         fastest = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
         row["samples_fastest_rank_ms"] = [min(sample) for sample in fastest]

@@ -7,6 +7,7 @@ loaded anyway, asks torch.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -160,10 +161,16 @@ def describe_torch() -> Row:
     }
 
 
+def busy() -> float:
+    """How many times longer a process takes here because of others: the load over the cores."""
+    return max(1.0, psutil.getloadavg()[0] / (psutil.cpu_count() or 1))
+
+
 def snapshot() -> Row:
     """What changes from case to case: load, free memory, and each GPU's clocks and throttling."""
     return {
         "load_1min": round(psutil.getloadavg()[0], 2),
+        "cpus": psutil.cpu_count(),
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "gpus": _gpu_states(),
     }
@@ -251,22 +258,50 @@ def _gpu_states() -> list[Row]:
             return []
         return [
             {
-                "sm_clock_mhz": _reading(
-                    nvml, lambda h=h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM)
-                ),
+                **_sensors(nvml, h),
                 "memory_clock_mhz": _reading(
                     nvml, lambda h=h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)
                 ),
-                "temperature_c": _reading(
-                    nvml,
-                    lambda h=h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
-                ),
-                "power_w": _reading(nvml, lambda h=h: nvml.nvmlDeviceGetPowerUsage(h) / 1000),
                 "memory_used_gib": round(nvml.nvmlDeviceGetMemoryInfo(h).used / 2**30, 2),
                 "throttle_reasons": _throttle_reasons(nvml, h),
             }
             for h in _handles(nvml)
         ]
+
+
+def _sensors(nvml: Any, handle: Any) -> Row:
+    """Clock, power and temperature of a GPU; None for what its driver does not tell."""
+    temperature = nvml.NVML_TEMPERATURE_GPU
+    return {
+        "sm_clock_mhz": _reading(
+            nvml, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+        ),
+        "power_w": _reading(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+        "temperature_c": _reading(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, temperature)),
+    }
+
+
+@functools.cache
+def _opened(uuid: str) -> tuple[Any, Any]:
+    """The library and a GPU's handle, open for the life of the process; None without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except pynvml.NVMLError:
+        return pynvml, None
+
+
+def gpu_now(uuid: str) -> dict[str, float]:
+    """Clock (MHz), power (W) and temperature (°C) of a GPU now, as far as its driver tells them.
+
+    Args:
+        uuid: of the GPU, ``GPU-`` included, which is the same whichever GPUs a process sees.
+    """
+    nvml, handle = _opened(uuid)
+    found = {} if handle is None else _sensors(nvml, handle)
+    return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _handles(nvml: Any) -> list[Any]:

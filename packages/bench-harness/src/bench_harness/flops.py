@@ -9,10 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import torch
+from typing import Protocol
 
 
 class Shape(Protocol):
@@ -138,26 +135,3 @@ def bus_bandwidth_factor(operation: str, world_size: int) -> float:
     if operation not in factors:
         raise ValueError(f"operation must be one of {', '.join(factors)}, but got {operation!r}")
     return factors[operation]
-
-
-def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """TFLOP/s that a square matrix product reaches here: the ceiling that utilisation refers to.
-
-    It is that of the fastest of five samples.
-
-    Args:
-        size: rows and columns; by default 8192 on CUDA and 512 on a CPU.
-    """
-    import torch
-
-    from bench_harness.timing import measure
-
-    n = size or (8192 if device.type == "cuda" else 512)
-    left = torch.randn(n, n, device=device, dtype=dtype)
-    right = torch.randn(n, n, device=device, dtype=dtype)
-    out = torch.empty(n, n, device=device, dtype=dtype)
-    samples = measure(
-        lambda: torch.mm(left, right, out=out), device=device, warmup=3, samples=5, calls=3
-    )
-    fastest = min(samples.device_ms or samples.wall_ms)  # what delays the others is no ceiling
-    return float(2 * n**3 / (fastest * 1e-3) / 1e12)

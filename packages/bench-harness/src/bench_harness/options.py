@@ -21,11 +21,14 @@ from bench_harness.training.calls import split
 
 #: Names that other programs of the course's assignment have for an option.
 ALIASES = {
-    "sizes": ("--model-size",),
+    "sizes": ("--model-size", "--size"),
     "sequences": ("--context-length",),
     "batch": ("--batch-size",),
+    "batches": ("--batch-size",),
     "samples": ("--num-steps",),
+    "blocks": ("--num-steps",),
     "warmups": ("--num-warmups",),
+    "warmup": ("--num-warmups",),
     "variants": ("--implementation",),
     "world_sizes": ("--world-size",),
 }

@@ -6,35 +6,52 @@ matrix product, or its least memory traffic at the rate of a large copy, whichev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row
-from bench_harness.flops import matmul_ceiling
-from bench_harness.timing import measure
+from bench_harness.timing import gpu_now, measure
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
-#: Columns that :func:`with_roofline` adds, as tables show them.
-COLUMNS = {
-    "intensity": "intensity (FLOP/byte)",
-    "roof_ms": "roofline (ms)",
-    "roof_share": "of the roofline (%)",
-    "bound": "limit",
-}
 NOTE = (
     "Roofline: the longer of the operations at the rate of a matrix product and the least memory "
-    "traffic at the rate of a copy, both measured in the same process."
+    "traffic at the rate of a copy, both measured in the same process; the product's at the clock "
+    "of the samples, where the driver tells it."
 )
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> Row:
-    """The measured rates of a device: ``ceiling_tflop_s`` and ``bandwidth_gb_s``."""
-    return {
-        "ceiling_tflop_s": matmul_ceiling(device, dtype),
-        "bandwidth_gb_s": memory_bandwidth(device),
-    }
+    """The measured rates of a device: ``ceiling_tflop_s`` and ``bandwidth_gb_s``.
+
+    Beside them stands the clock at which the first was reached, where the driver tells it.
+    """
+    rate = matmul_ceiling(device, dtype)
+    clock = gpu_now(device).get("sm_clock_mhz")
+    known = {} if clock is None else {"ceiling_clock_mhz": clock}
+    return {"ceiling_tflop_s": rate, **known, "bandwidth_gb_s": memory_bandwidth(device)}
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """TFLOP/s that a square matrix product reaches here: the ceiling that utilisation refers to.
+
+    It is that of the fastest of five samples.
+
+    Args:
+        size: rows and columns; by default 8192 on CUDA and 512 on a CPU.
+    """
+    import torch
+
+    n = size or (8192 if device.type == "cuda" else 512)
+    left = torch.randn(n, n, device=device, dtype=dtype)
+    right = torch.randn(n, n, device=device, dtype=dtype)
+    out = torch.empty(n, n, device=device, dtype=dtype)
+    samples = measure(
+        lambda: torch.mm(left, right, out=out), device=device, warmup=3, samples=5, calls=3
+    )
+    fastest = min(samples.device_ms or samples.wall_ms)  # what delays the others is no ceiling
+    return float(2 * n**3 / (fastest * 1e-3) / 1e12)
 
 
 def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
@@ -54,17 +71,19 @@ def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
 
 
 def with_roofline(frame: pd.DataFrame) -> pd.DataFrame:
-    """Adds :data:`COLUMNS` to rows that hold a median, their work and their device's rates.
+    """Adds intensity, roofline and limit to rows with a median, their work and measured rates.
 
     Args:
         frame: with ``median_ms``, ``flops``, ``least_bytes``, ``ceiling_tflop_s`` and
-            ``bandwidth_gb_s``; without one of them nothing is added.
+            ``bandwidth_gb_s``; without one of them nothing is added. Where rows say at which clock
+            their samples and the matrix product ran, the rate is that of their own clock, which
+            is added as ``clock_mhz``.
     """
     needed = ("flops", "least_bytes", "ceiling_tflop_s", "bandwidth_gb_s", "median_ms")
     if any(name not in frame for name in needed):
         return frame
     work = frame["flops"].astype("float64").fillna(0.0)
-    compute = work / frame["ceiling_tflop_s"] / 1e9
+    compute = work / (frame["ceiling_tflop_s"] * at_clock(frame)) / 1e9
     memory = frame["least_bytes"].astype("float64") / frame["bandwidth_gb_s"] / 1e6
     frame["intensity"] = work / frame["least_bytes"].astype("float64")
     frame["roof_ms"] = compute.where(compute > memory, memory)
@@ -72,6 +91,18 @@ def with_roofline(frame: pd.DataFrame) -> pd.DataFrame:
     limits = (compute > memory).map({True: "compute", False: "memory"})
     frame["bound"] = limits.where(frame["roof_ms"].notna())
     return frame
+
+
+def at_clock(frame: pd.DataFrame) -> pd.Series[Any]:
+    """The median clock of each row's samples over that of the matrix product; 1 where unknown."""
+    import pandas as pd
+
+    if "samples_sm_clock_mhz" not in frame or "ceiling_clock_mhz" not in frame:
+        return pd.Series(1.0, index=frame.index)
+    frame["clock_mhz"] = frame["samples_sm_clock_mhz"].map(
+        lambda clocks: float(pd.Series(clocks).median()) if isinstance(clocks, list) else None
+    )
+    return (frame["clock_mhz"] / frame["ceiling_clock_mhz"]).astype("float64").fillna(1.0)
 
 
 def step_bytes(parameters: int, optimizer: str | None = None) -> dict[str, int]:

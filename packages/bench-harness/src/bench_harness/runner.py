@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench_harness import environment, experiments, process, rounds
-from bench_harness.core import Case, JsonValue, Row
+from bench_harness.core import Case, CaseSkipped, JsonValue, Row
 from bench_harness.process import Outcome, Status
 from bench_harness.rounds import ENDED
 from bench_harness.store import (
@@ -23,6 +23,7 @@ from bench_harness.store import (
     kept_rounds,
     remove_rounds,
 )
+from bench_harness.workload import too_large
 
 
 class Reporter(Protocol):
@@ -44,7 +45,8 @@ class Planned:
 
     Attributes:
         finished: whether the folder already holds its result.
-        seconds: how long it took before; None if it has not run in this folder yet.
+        seconds: how long it took before, or by calculation; None if nothing is known.
+        calculated: whether ``seconds`` are, because the case has not run before.
         missing: what this machine lacks for it, so that it will be skipped; None if nothing is
             known. Looked up for a dry run only.
     """
@@ -53,21 +55,42 @@ class Planned:
     finished: bool
     seconds: float | None
     missing: str | None = None
+    calculated: bool = False
 
 
-def plan(cases: Iterable[Case], store: Store) -> list[Planned]:
+def plan(cases: Iterable[Case], store: Store, before: Store | None = None) -> list[Planned]:
     """Which of the cases this machine still has to measure, without measuring anything.
 
     A case given twice is planned once.
+
+    Args:
+        before: an earlier run, in which the cases may have taken as long.
 
     Raises:
         StoreError: the folder holds results that cannot be read.
     """
     identity = environment.fingerprint(environment.describe())
     finished = store.finished(identity)
-    past = {row["case_key"]: float(row["seconds"]) for row in store.load().rows}
+    rows = [row for each in filter(None, (before, store)) for row in each.load().rows]
+    past = {r["case_key"]: float(r["seconds"]) for r in rows if r["environment"] == identity}
     unique = {case.key: case for case in cases}
-    return [Planned(case, key in finished, past.get(key)) for key, case in unique.items()]
+    return [
+        Planned(case, key in finished, past[key])
+        if key in past
+        else Planned(case, key in finished, _expected_s(case), calculated=True)
+        for key, case in unique.items()
+    ]
+
+
+def _expected_s(case: Case) -> float | None:
+    """What a case takes by calculation: its work, on a CPU as much slower as the load says, and the
+    time in which sampling may go on."""
+    work = experiments.get(case.experiment).work_s(case)
+    if work is None:
+        return None
+    on_cpu = case.config.get("device", "cpu") == "cpu"
+    sampling = float(case.config.get("max_seconds", 0.0)) * bool(case.config.get("interval"))
+    return min(work * (environment.busy() if on_cpu else 1.0) + sampling, case.timeout_s)
 
 
 def run(
@@ -159,8 +182,11 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
         Its rows, and the state of the machine before and after.
 
     Raises:
+        CaseSkipped: its model does not fit this machine.
         ValueError: the experiment gives no rows, or one that uses a name of :data:`RESERVED`.
     """
+    if (why := too_large(case.config)) is not None:
+        raise CaseSkipped(why)
     experiment = experiments.get(case.experiment)
     before = environment.snapshot()
     rows = experiment.run(case, progress)

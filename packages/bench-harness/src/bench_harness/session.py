@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import experiments, runner, terminal
-from bench_harness.core import Case, Row
+from bench_harness.core import Case
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import PARTIAL, Store, StoreError
+from bench_harness.store import PARTIAL, Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,62 +69,35 @@ def _names(text: str, case: Case) -> bool:
     return text == case.experiment or (text not in experiments.names() and text in case.label)
 
 
-def choose_folder(name: str, cases: Sequence[Case]) -> Path:
+def choose_folder(name: str, cases: Sequence[Case]) -> tuple[Path, Store | None]:
     """``runs/NAME-NN``: the latest one if it is an unfinished run of the same cases, else a new
-    one. So the same command resumes what was interrupted, and repeats what was finished."""
+    one. So the same command resumes what was interrupted, and repeats what was finished.
+
+    Returns:
+        The folder, and the latest run of that name.
+    """
     numbered = {
         int(match[1]): folder
         for folder in RUNS.glob(f"{name}-*")
         if (match := re.fullmatch(rf"{re.escape(name)}-(\d+)", folder.name))
     }
     latest = max(numbered, default=0)
-    if latest:
-        store = Store(numbered[latest])
+    store = Store(numbered[latest]) if latest else None
+    if store is not None:
         runs = store.runs()
         same = bool(runs) and set(runs[-1].get("cases", [])) == {case.key for case in cases}
         if same and not all(item.finished for item in runner.plan(cases, store)):
-            return numbered[latest]
-    return RUNS / f"{name}-{latest + 1:02d}"
+            return store.folder, store
+    return RUNS / f"{name}-{latest + 1:02d}", store
 
 
-def runs() -> list[Row]:
-    """The run folders below :data:`RUNS`, the latest last: when, by which command, how they ended.
-
-    A folder that cannot be read is left out.
-    """
-    found = []
-    for folder in sorted(RUNS.glob("*/"), key=lambda folder: folder.stat().st_mtime):
-        store = Store(folder)
-        try:
-            rows, invocations = store.load().rows, store.runs()
-        except StoreError:
-            continue
-        if rows:
-            cases = {row["case_key"]: row["status"] for row in rows}
-            ok = sum(status == "ok" for status in cases.values())
-            last = invocations[-1] if invocations else {"started": "", "command": ""}
-            found.append(
-                {
-                    "folder": str(folder),
-                    "started": last["started"][:16].replace("T", " "),
-                    "cases": len(cases),
-                    "ok": ok,
-                    "command": last["command"],
-                }
-            )
-    return found
-
-
-def latest() -> Path:
-    """The run folder below :data:`RUNS` that was written last.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = runs()
-    if not found:
-        raise ValueError(f"RUN must be a run folder, but got none, and {RUNS} holds none. Name it.")
-    return Path(found[-1]["folder"])
+def _planned(request: Request) -> tuple[Path, list[Planned]]:
+    """The folder of a run, and its cases with what is known of them."""
+    cases, before = select(request.cases, request.only), None
+    folder = request.output
+    if folder is None:
+        folder, before = choose_folder(request.name, cases)
+    return folder, runner.plan(cases, Store(folder), before)
 
 
 def dry_run(request: Request, console: Console, *, as_json: bool = False) -> None:
@@ -133,13 +106,12 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
     Args:
         as_json: as one JSON object, to standard output.
     """
-    cases = select(request.cases, request.only)
-    folder = request.output or choose_folder(request.name, cases)
+    folder, planned = _planned(request)
     planned = [
         item
         if item.finished
         else replace(item, missing=experiments.get(item.case.experiment).missing(item.case))
-        for item in runner.plan(cases, Store(folder))
+        for item in planned
     ]
     if not as_json:
         terminal.plan(planned, folder, console, request.preset)
@@ -172,11 +144,9 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
         StoreError: the folder cannot be used.
         KeyboardInterrupt: after saying how to resume.
     """
-    cases = select(request.cases, request.only)
+    folder, planned = _planned(request)
+    cases, store = [item.case for item in planned], Store(folder)
     keys = {case.key for case in cases}
-    folder = request.output or choose_folder(request.name, cases)
-    store = Store(folder)
-    planned = runner.plan(cases, store)
     terminal.start(planned, folder, console)
     try:
         _measure(request, store, planned, console)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from bench_harness import environment
 from bench_harness.core import JsonValue, Row, plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
@@ -33,7 +34,7 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     text = every if left == len(planned) else f"{left} of {every} left"
     estimate = total_estimate(planned)
     if left and estimate is not None:
-        text += f", about {duration(estimate)}"
+        text += f", about {duration(estimate)}{_by(planned)}"
     line(console, f"{text}, into {folder}")
 
 
@@ -69,22 +70,25 @@ def plan(
         origin = "" if preset is None else f"preset {preset}: {experiment}: "
         line(console, f"{origin}skipped: {reason}", style="cyan")
     estimate = total_estimate(left)
-    if estimate is None:  # nothing like them has run here yet
+    if estimate is None:  # nothing is known of any of them
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
     else:
-        about = f"about {duration(estimate)}"
+        about = f"about {duration(estimate)}{_by(left)}"
     line(console, f"{len(left)} of {plural(len(planned), 'case')} to run, {about}, into {folder}")
+
+
+def _by(planned: Sequence[Planned]) -> str:
+    """How an estimate was made, if not by what the same cases took before."""
+    if not any(item.calculated and item.seconds and not item.finished for item in planned):
+        return ""
+    return " by calculation" + " (the CPU is busy)" * (environment.busy() > 1.5)
 
 
 def summary(report: Report, page: Path, console: Console) -> None:
     """One line per experiment, what failed, where the page is; last, what matters most."""
     names = ("ok", "oom", "skipped", "partial", "timeout", "error")
-    used = [name for name in names if report.counts[name] or name == "ok"]
-    grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
-    for section in report.sections:
-        counts = [Text(str(section.count(name) or ""), style=STYLES[name]) for name in used]
-        grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
-    console.print(grid)
+    if len(report.sections) > 1 or set(report.counts) != {"ok"}:
+        _counts(report, names, console)
     for note in report.notes:
         line(console, note, style="yellow")
     for section in report.sections:
@@ -102,6 +106,16 @@ def summary(report: Report, page: Path, console: Console) -> None:
         line(console, report.headlines[0])
 
 
+def _counts(report: Report, names: Sequence[str], console: Console) -> None:
+    """How the cases of each experiment ended."""
+    used = [name for name in names if report.counts[name] or name == "ok"]
+    grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
+    for section in report.sections:
+        counts = [Text(str(section.count(name) or ""), style=STYLES[name]) for name in used]
+        grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
+    console.print(grid)
+
+
 def tables(sections: Sequence[Section], console: Console) -> None:
     """The experiments' own tables, with every column."""
     for section in sections:
@@ -115,10 +129,9 @@ def _fitting(table: Table, console: Console) -> list[Grid]:
 
     Columns that do not fit beside the others go into a grid below, behind the first column.
     """
-    from bench_harness.display.cells import cell, split
-    from bench_harness.display.units import readable
+    from bench_harness.display.cells import cell, readable, split, with_intervals
 
-    whole = readable(table.frame)
+    whole = with_intervals(readable(table.frame))
     constant, frame = split(whole, wide=0 if _width(whole, cell) > console.width else None)
     if frame.columns.empty:  # all rows are alike
         constant, frame = {}, whole
@@ -270,7 +283,7 @@ def _why(found: Comparisons, console: Console) -> None:
         line(console, f"About {more} samples in each run would probably tell the rest.")
 
 
-def environment(description: Row, identity: str, console: Console) -> None:
+def machine(description: Row, identity: str, console: Console) -> None:
     """This machine as rows would record it."""
     grid = Grid.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)

@@ -3,20 +3,25 @@
 The wall clock around a synchronised step is the figure users feel; device events leave out the
 launch of the first kernel and the wake-up after the last one. Where the two differ, the step is
 bound by the host.
+
+As pyperf and hyperfine do, sampling goes on past the least number of samples until the 95 %
+interval of every median is narrow enough to quote, but not for ever: a busy machine may never be
+steady.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from bench_harness import environment
+from bench_harness.core import Row, option
 
 if TYPE_CHECKING:
     import torch
-
-    from bench_harness.core import Row
 
 Step = Callable[[], object]
 
@@ -30,11 +35,14 @@ class Samples:
         device_ms: milliseconds per call between two CUDA events; empty on a CPU.
         first_ms: the very first call of the process (compilation, allocation, autotuning), wall
             clock; None if it was not measured.
+        gpu: clock (``sm_clock_mhz``), power and temperature of the GPU right after each sample, as
+            far as its driver tells them; empty on a CPU.
     """
 
     wall_ms: list[float] = field(default_factory=list)
     device_ms: list[float] = field(default_factory=list)
     first_ms: float | None = None
+    gpu: dict[str, list[float]] = field(default_factory=dict)
 
     def row(self) -> Row:
         """These samples as columns of a result row, to a nanosecond, which no clock here beats."""
@@ -43,7 +51,28 @@ class Samples:
             columns["samples_device_ms"] = [round(sample, 6) for sample in self.device_ms]
         if self.first_ms is not None:
             columns["first_ms"] = self.first_ms
-        return columns
+        return columns | {f"samples_{name}": values for name, values in self.gpu.items()}
+
+    def note_gpu(self, device: torch.device, samples: int = 1) -> None:
+        """Keeps what the driver says of the GPU now, for the latest ``samples``."""
+        for name, value in gpu_now(device).items():
+            self.gpu.setdefault(name, []).extend([value] * samples)
+
+    def extend(self, other: Samples) -> None:
+        """Adds the samples of another turn; the first call is not theirs."""
+        self.wall_ms += other.wall_ms
+        self.device_ms += other.device_ms
+        for name, values in other.gpu.items():
+            self.gpu.setdefault(name, []).extend(values)
+
+
+def gpu_now(device: torch.device) -> dict[str, float]:
+    """Clock, power and temperature of a CUDA device (:func:`environment.gpu_now`); else nothing."""
+    if device.type != "cuda":
+        return {}
+    import torch
+
+    return environment.gpu_now(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def synchronize(device: torch.device) -> None:
@@ -79,32 +108,20 @@ def record_sample(samples: Samples, device: torch.device, *, calls: int = 1) -> 
     torch.cuda.synchronize(device)
     samples.wall_ms.append((time.perf_counter_ns() - start) / 1e6 / calls)
     samples.device_ms.append(begin.elapsed_time(end) / calls)
+    samples.note_gpu(device)
 
 
-def measure_interleaved(
-    steps: Mapping[str, Step],
-    *,
-    device: torch.device,
-    warmup: int,
-    samples: int,
-    calls: int = 1,
-    before: Mapping[str, Step] | None = None,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Samples]:
-    """Times several variants in turn, so that drift of clocks or load meets all of them alike.
-
-    Every round takes one sample of every variant; the order rotates by one from round to round,
-    so no variant always follows the same neighbour.
+def measure(
+    step: Step, *, device: torch.device, warmup: int, samples: int, calls: int = 1
+) -> Samples:
+    """Times one callable.
 
     Args:
-        steps: variant → callable that does one step.
-        warmup: calls of each variant before any sample. The first of them is kept as
-            ``first_ms``; with 0 the first sample contains it.
-        samples: rounds.
-        calls: steps per sample without a synchronisation between them. More than one lets work
-            overlap across the boundary of two steps and makes short steps measurable.
-        before: variant → untimed callable that runs before each of its samples.
-        progress: receives one line per round.
+        step: does one step.
+        warmup: calls before any sample. The first of them is kept as ``first_ms``; with 0 the first
+            sample contains it.
+        calls: steps per sample without a synchronisation between them, which makes short steps
+            measurable.
 
     Raises:
         ValueError: a count is out of range.
@@ -112,35 +129,16 @@ def measure_interleaved(
     for name, value, least in (("warmup", warmup, 0), ("samples", samples, 1), ("calls", calls, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, but got {value}")
-    prepare = before or {}
-    results = {name: Samples() for name in steps}
-    for name, step in steps.items():
-        for index in range(warmup):
-            _call(prepare.get(name))
-            first = Samples()
-            with record_sample(first, device):
+    first, found = Samples(), Samples()
+    for _ in range(warmup):
+        with record_sample(first, device):
+            step()
+    for _ in range(samples):
+        with record_sample(found, device, calls=calls):
+            for _ in range(calls):
                 step()
-            if index == 0:
-                results[name].first_ms = first.wall_ms[0]
-    order = list(steps)
-    for index in range(samples):
-        if progress is not None:
-            progress(f"round {index + 1} of {samples}")
-        for name in order[index % len(order) :] + order[: index % len(order)]:
-            _call(prepare.get(name))
-            with record_sample(results[name], device, calls=calls):
-                for _ in range(calls):
-                    steps[name]()
-    return results
-
-
-def measure(
-    step: Step, *, device: torch.device, warmup: int, samples: int, calls: int = 1
-) -> Samples:
-    """Times one callable; see :func:`measure_interleaved`."""
-    return measure_interleaved(
-        {"": step}, device=device, warmup=warmup, samples=samples, calls=calls
-    )[""]
+    found.first_ms = first.wall_ms[0] if warmup else None
+    return found
 
 
 def timer_overhead_ms(device: torch.device, samples: int = 50) -> float:
@@ -149,6 +147,47 @@ def timer_overhead_ms(device: torch.device, samples: int = 50) -> float:
     return sorted(readings)[len(readings) // 2]
 
 
-def _call(function: Step | None) -> None:
-    if function is not None:
-        function()
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Options of every experiment that takes samples until they are enough."""
+
+    interval: float = option(
+        2.0,
+        "Sample until the 95 % interval is at most this far from the median (%); 0: only the least "
+        "number of samples.",
+    )
+    max_seconds: float = option(10.0, "Seconds that a case may go on sampling for that.")
+
+    def sampling(self) -> dict[str, float]:
+        """The options by the names under which a case's configuration stores them."""
+        return {"interval": self.interval, "max_seconds": self.max_seconds}
+
+
+class Enough:
+    """Says whether enough samples were taken; its time limit begins when it is constructed.
+
+    Args:
+        config: of a case, with :meth:`SamplingOptions.sampling`; without it the least is enough.
+        parts: how many such decisions share the seconds of the case.
+    """
+
+    def __init__(self, config: Mapping[str, Any], *, parts: int = 1) -> None:
+        self._width = float(config.get("interval", 0.0)) / 100
+        self._end = time.monotonic() + float(config.get("max_seconds", 0.0)) / parts
+
+    def reached(self, samples: Iterable[Sequence[float]]) -> bool:
+        """Whether every quantity's interval is narrow, or no time is left."""
+        if not self._width or time.monotonic() >= self._end:
+            return True
+        return all(narrow(each, self._width) for each in samples if each)
+
+
+def narrow(samples: Sequence[float], width: float) -> bool:
+    """Whether the 95 % interval of the median lies within ± ``width``, a share of the median."""
+    from bench_harness.stats import summarize
+
+    found = summarize(samples)
+    low, high = found["ci_low"], found["ci_high"]
+    if low is None or high is None:
+        return False
+    return max(high - found["median"], found["median"] - low) <= width * found["median"]

@@ -17,6 +17,8 @@ from ddp_lite.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
 if TYPE_CHECKING:
     from ddp_lite.stats import SynchronizationStats
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Bucket",
     "BucketedDDP",

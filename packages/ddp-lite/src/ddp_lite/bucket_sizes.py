@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import torch
 
@@ -30,40 +31,6 @@ def bytes_from_mb(size_mb: float | str | None, argument: str) -> int | None:
     return max(1, math.floor(size_mb * MEBIBYTE))
 
 
-class BucketSizes:
-    """How large buckets may be, as a user says it.
-
-    Args:
-        size_mb: most MB (1024² bytes) in a bucket, None for one bucket per dtype, or "auto".
-        last_size_mb: the same for the bucket that is reduced last, if smaller; None for no limit.
-
-    Raises:
-        ValueError: a size that is not positive.
-    """
-
-    def __init__(self, size_mb: float | str | None, last_size_mb: float | None) -> None:
-        self._automatic = size_mb == "auto"
-        self._most = None if self._automatic else bytes_from_mb(size_mb, "bucket_size_mb")
-        self._last = bytes_from_mb(last_size_mb, "last_bucket_size_mb")
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """What ranks must agree on, in words."""
-        return {
-            "bucket_size_mb": "auto" if self._automatic else str(self._most),
-            "last_bucket_size_mb": str(self._last),
-        }
-
-    def plan(self, specs: Sequence[ParameterSpec]) -> list[tuple[int, ...]]:
-        """Groups of parameter indices; ``specs`` are in the order of the gradients' arrival."""
-        if self._automatic:
-            self._most = automatic_bucket_bytes(specs)
-        return plan_buckets(specs, self._most, self._last, taper=self._automatic)
-
-    def __str__(self) -> str:
-        return "any size" if self._most is None else f"at most {self._most / MEBIBYTE:.4g} MB"
-
-
 def automatic_bucket_bytes(specs: Iterable[ParameterSpec]) -> int:
     """A sixteenth of the gradients, but at least 25 MB.
 
@@ -75,7 +42,7 @@ def automatic_bucket_bytes(specs: Iterable[ParameterSpec]) -> int:
 
 def plan_buckets(
     specs: Sequence[ParameterSpec],
-    bucket_bytes: int | None,
+    bucket_bytes: int | Literal["auto"] | None,
     last_bucket_bytes: int | None = None,
     *,
     taper: bool = False,
@@ -88,7 +55,8 @@ def plan_buckets(
     Args:
         specs: parameters in the order in which their gradients are expected.
         bucket_bytes: most bytes in a bucket; a larger parameter gets a bucket of its own.
-            None puts everything of one kind in one bucket, the last included.
+            None puts everything of one kind in one bucket, the last included. "auto" stands for
+            ``automatic_bucket_bytes``, with ``taper``.
         last_bucket_bytes: most bytes in the bucket that is reduced last, if that is smaller.
         taper: also let no bucket begin that could hold more than half of what is left, so that
             less is on its way when backward ends.
@@ -96,6 +64,8 @@ def plan_buckets(
     Returns:
         Groups of parameter indices, ordered by when their last gradient is expected.
     """
+    if bucket_bytes == "auto":
+        bucket_bytes, taper = automatic_bucket_bytes(specs), True
     if bucket_bytes is None:
         return _by_completion(one_per_kind(specs), specs)
     least = min(bucket_bytes, last_bucket_bytes or bucket_bytes)

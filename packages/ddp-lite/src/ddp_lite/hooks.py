@@ -57,9 +57,9 @@ class ByHook:
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
     ) -> Reduction:
         """See ``Way``."""
-        copies: Sequence[tuple[Tensor, Tensor]] = ()
+        copy_back: Callable[[], object] | None = None
         if isinstance(self._hook, GradientHook):
-            own, values, copies = contiguous(bucket, gradients)
+            own, values, copy_back = contiguous(bucket, gradients)
             average.count(bucket.nbytes)
             work = self._hook.average_in_place(bucket, values)
         else:
@@ -67,7 +67,7 @@ class ByHook:
             own = pack(bucket, gradients, flat)
             average.count(flat.nbytes)
             work = self._hook(flat, bucket)
-        return Reduction((work, average(messages)) if messages else (work,), own, copies)
+        return Reduction((work, average(messages)) if messages else (work,), own, copy_back)
 
     def __str__(self) -> str:
         return "handed to the comm hook"

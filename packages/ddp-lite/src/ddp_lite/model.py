@@ -170,20 +170,14 @@ class ModuleWatch:
         return shortened([f"{name} was {how}" for how, names in changes.items() for name in names])
 
     def _refuse(self, change: str) -> NoReturn:
-        ranks = self._ranks
-        report = f"{change} since {ranks.owner} wrapped the module"
-        ranks.tell(report)
-        remedy = (
-            "torch.func.functional_call must be given the plain module, wrapped.module: gradients "
-            "that arrive at its parameters are averaged all the same"
-            if any(not isinstance(tensor, nn.Parameter) for tensor in self._module.parameters())
-            else "Change the module first and wrap it then: "
-            f"{ranks.owner}(wrapped.detach()) after the change"
-        )
-        raise ModelMismatchError(
-            f"a wrapped module must keep its parameters, but before step {ranks.step} on rank "
-            f"{ranks.rank} {report}. {remedy}"
-        )
+        remedy = None
+        if any(not isinstance(tensor, nn.Parameter) for tensor in self._module.parameters()):
+            remedy = (
+                "torch.func.functional_call must be given the plain module, wrapped.module: "
+                "gradients that arrive at its parameters are averaged all the same"
+            )
+        report = f"{change} since {self._ranks.owner} wrapped the module"
+        raise _module_changed(self._ranks, "parameters", "before", report, remedy)
 
     def _await_change_everywhere(self) -> None:
         """Waits until all ranks have changed ``requires_grad``, for as long as a collective would.
@@ -235,12 +229,20 @@ def refuse_other_gradients(
                 f"the gradient of {spec.name} has {now[1]} elements of {now[0]}, and the "
                 f"parameter had {then[1]} of {then[0]} when {ranks.owner} wrapped the module"
             )
-            ranks.tell(report)
-            raise ModelMismatchError(
-                "a wrapped module must keep its parameters' dtypes and shapes, but in step "
-                f"{ranks.step} on rank {ranks.rank} {report}. Change the module first and "
-                f"wrap it then: {ranks.owner}(wrapped.detach()) after the change"
-            )
+            raise _module_changed(ranks, "parameters' dtypes and shapes", "in", report)
+
+
+def _module_changed(
+    ranks: Ranks, what: str, when: str, report: str, remedy: str | None = None
+) -> ModelMismatchError:
+    """The error for a change after wrapping, which is told to ranks that wait for this one too."""
+    ranks.tell(report)
+    usual = "Change the module first and wrap it then"
+    return ModelMismatchError(
+        f"a wrapped module must keep its {what}, but {when} step {ranks.step} on rank "
+        f"{ranks.rank} {report}. "
+        + (remedy or f"{usual}: {ranks.owner}(wrapped.detach()) after the change")
+    )
 
 
 def describe_module(module: nn.Module) -> list[tuple[str, str]]:

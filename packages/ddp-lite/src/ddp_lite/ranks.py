@@ -41,7 +41,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -64,7 +63,6 @@ MEBIBYTE = 1024**2
 PROBE_SECONDS = 2.0
 _BROADCAST_CHUNK_BYTES = 256 * MEBIBYTE
 _MOST_MESSAGE_BYTES = 256 * MEBIBYTE  # a rank holds the messages of all ranks at once
-_MOST_DIFFERENCES_SHOWN = 8
 _PAUSE_BEFORE_EXIT_SECONDS = 0.1
 _PROCESS_STATES = {"T": "is stopped", "t": "is stopped", "Z": "has exited", "X": "has exited"}
 
@@ -186,12 +184,11 @@ class Ranks:
         self._meetings = 0
         self.has_own_connections = self.size > 1 and backend_for(group, device) == "gloo"
         self._used_timeout: timedelta | None = None
-        self._me = Peer.here()
         begin = time.monotonic()
         try:
-            everyone = all_gather_json([asdict(self._me), uuid.uuid4().hex], group)
-            self._peers = [Peer(**peer) for peer, _ in everyone]
-            self._name = str(everyone[0][1])  # the same on all ranks, and of no other object
+            everyone = all_gather_json([os.getpid(), _where(), uuid.uuid4().hex], group)
+            self._pids, self._places, names = zip(*everyone, strict=True)
+            self._name = str(names[0])  # the same on all ranks, and of no other object
             self.communicator = self._connect("communicator")
             self.control = self._connect("control")
         except RuntimeError as failure:
@@ -267,10 +264,10 @@ class Ranks:
         Raises:
             SynchronizationError: this process was forked from the one that built this object.
         """
-        if os.getpid() != self._me.pid and self.size > 1:
+        if os.getpid() != self._pids[self.rank] and self.size > 1:
             raise SynchronizationError(
-                f"the {self.owner} of process {self._me.pid} cannot synchronise in process "
-                f"{os.getpid()}, which was forked from it: the forked process is no rank. Run "
+                f"the {self.owner} of process {self._pids[self.rank]} cannot synchronise in "
+                f"process {os.getpid()}, which was forked from it and is no rank. Run "
                 "backward there on the plain module (wrapped.detach()), or start the process with "
                 'the method "spawn"'
             )
@@ -299,42 +296,29 @@ class Ranks:
         *,
         must: str,
         remedy: str,
-        across: Sequence[Ranks] = (),
+        gather: Callable[[Any], list[Any]] | None = None,
     ) -> None:
         """Compares facts over the ranks. Collective.
 
         Facts are compared by digest, so that a thousand ranks that agree exchange 64 bytes each.
-        Only when digests differ are the facts themselves gathered, on every level before any rank
-        raises, so that all ranks of all levels raise the same error.
+        Only when digests differ are the facts themselves gathered.
 
         Args:
             facts: (name, text) pairs of this rank, the most general first.
             must: the duty of every rank, for the error: "every rank must ...".
             remedy: the way out, for the error.
-            across: ranks at this rank's place in other such groups, one ``Ranks`` for each further
-                level, such as replicas of a shard.
+            gather: gives one JSON value from each rank that must agree; None for these ranks.
 
         Raises:
             ModelMismatchError: on every rank, naming the differences and their ranks.
         """
-        levels = [self, *across]
-        digests = {hashlib.sha256(repr(list(facts)).encode()).hexdigest()}
-        for ranks in levels:
-            digests = {digest for each in ranks.gather(sorted(digests)) for digest in each}
-        if len(digests) == 1:
+        gather = gather or self.gather
+        if len(set(gather(hashlib.sha256(repr(list(facts)).encode()).hexdigest()))) == 1:
             return
-        entries: list[Any] = [[dist.get_rank() if across else self.rank, list(facts)]]
-        for ranks in levels:
-            entries = [entry for each in ranks.gather(entries) for entry in each]
-        differences = _differences(
-            {rank: [(name, text) for name, text in mine] for rank, mine in sorted(entries)}
-        )
-        shown = "\n".join(f"  {line}" for line in differences[:_MOST_DIFFERENCES_SHOWN])
-        more = len(differences) - _MOST_DIFFERENCES_SHOWN
-        tail = f"\n  and {more} more" if more > 0 else ""
+        differences = _differences(gather(list(facts)))
+        shown = shortened(differences, separator="\n  ")
         raise ModelMismatchError(
-            f"every rank must {must}, but {len(differences)} entries differ:\n"
-            f"{shown}{tail}\n{remedy}"
+            f"every rank must {must}, but {len(differences)} entries differ:\n  {shown}\n{remedy}"
         )
 
     def overwrite_with_rank_0(self, tensors: Sequence[Tensor]) -> None:
@@ -393,7 +377,7 @@ class Ranks:
     def tell(self, report: str) -> None:
         """Leaves a report for ranks whose collectives fail in this step; best effort."""
         with contextlib.suppress(RuntimeError):
-            _within(1, lambda: self._reports(self.step).set(str(self.rank), report))
+            _within(1, lambda: self._store(f"reports/{self.step}").set(str(self.rank), report))
 
     def absentees(self, report: str) -> list[int]:
         """Waits until all ranks have called this as often; returns those that have not in time.
@@ -410,12 +394,11 @@ class Ranks:
         occasion = f"attendance/{self._meetings}"
 
         def meet() -> list[int]:
-            self._reports(self.step).set(str(self.rank), report)
+            self._store(f"reports/{self.step}").set(str(self.rank), report)
             here = self._store(occasion)
             here.set(str(self.rank), "")
-            here.add("count", 1)
             deadline = time.monotonic() + seconds
-            while here.add("count", 0) < self.size:
+            while not here.check(list(map(str, range(self.size)))):
                 if time.monotonic() > deadline:
                     return [rank for rank in range(self.size) if not here.check([str(rank)])]
                 time.sleep(0.02)
@@ -435,7 +418,7 @@ class Ranks:
         answers = dict(answers)  # a call that hangs in the store may still be adding to it
         troubles = self._troubles(others)
         findings = [
-            f"rank {rank} (pid {self._peers[rank].pid}) {trouble}"
+            f"rank {rank} (pid {self._pids[rank]}) {trouble}"
             for rank, trouble in sorted(troubles.items())
             if rank not in answers
         ]
@@ -455,7 +438,7 @@ class Ranks:
         self, report: str, occasion: int | str, others: Sequence[int], answers: dict[int, str]
     ) -> None:
         """Leaves this rank's report and waits for those of the others; adds them to ``answers``."""
-        store = self._reports(occasion)
+        store = self._store(f"reports/{occasion}")
         store.set_timeout(timedelta(seconds=PROBE_SECONDS))  # all stores' from here on
         store.set(str(self.rank), report)
         deadline = time.monotonic() + PROBE_SECONDS
@@ -471,12 +454,9 @@ class Ranks:
 
     def _troubles(self, others: Sequence[int]) -> dict[int, str]:
         """The troubles of processes on this host, in words."""
-        near = [rank for rank in others if self._peers[rank].is_on_host_of(self._me)]
-        found = {rank: self._peers[rank].trouble() for rank in near}
+        near = [rank for rank in others if self._places[rank] == self._places[self.rank] != ""]
+        found = {rank: _trouble(self._pids[rank]) for rank in near}
         return {rank: trouble for rank, trouble in found.items() if trouble is not None}
-
-    def _reports(self, occasion: int | str) -> dist.distributed_c10d.PrefixStore:
-        return self._store(f"reports/{occasion}")
 
     def _store(self, prefix: str) -> dist.distributed_c10d.PrefixStore:
         return dist.distributed_c10d.PrefixStore(
@@ -484,35 +464,20 @@ class Ranks:
         )
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Where a rank runs: enough to look at its process from the same host."""
+def _where() -> str:
+    """The host and its namespace of process ids; empty where processes cannot be looked at."""
+    namespace = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {namespace.stat().st_ino}" if namespace.exists() else ""
 
-    host: str
-    pid: int
-    pid_namespace: str
 
-    @classmethod
-    def here(cls) -> Peer:
-        """Describes the process that calls it."""
-        namespace = Path("/proc/self/ns/pid")
-        inode = str(namespace.stat().st_ino) if namespace.exists() else ""
-        return cls(socket.gethostname(), os.getpid(), inode)
-
-    def is_on_host_of(self, other: Peer) -> bool:
-        """True if the two can see each other's process ids."""
-        return (self.host, self.pid_namespace) == (other.host, other.pid_namespace)
-
-    def trouble(self) -> str | None:
-        """Trouble of the process in words, None if it runs or is out of sight. Same host only."""
-        if not self.pid_namespace:
-            return None
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return "has exited"
-        # "pid (command) state ...": the command may itself contain parentheses and spaces
-        return _PROCESS_STATES.get(status.rpartition(")")[2].split()[0])
+def _trouble(pid: int) -> str | None:
+    """Trouble of a process of this host in words, None if it runs."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return "has exited"
+    # "pid (command) state ...": the command may itself contain parentheses and spaces
+    return _PROCESS_STATES.get(status.rpartition(")")[2].split()[0])
 
 
 def _within(seconds: float, call: Callable[[], Result]) -> Result:
@@ -585,65 +550,29 @@ def all_gather_json(value: Any, communicator: Any) -> list[Any]:
     Raises:
         ValueError: on every rank, if the messages need more than 256 MiB in all.
     """
-    device = _message_device(communicator)
+    device = torch.device("cpu")
+    if isinstance(communicator, dist.ProcessGroup) and not backend_for(communicator, device):
+        device = torch.device("cuda", torch.cuda.current_device())
     message = bytearray(json.dumps(value).encode())
     size = torch.tensor([len(message)], device=device)
     lengths = [int(each) for each in torch.cat(all_gather(communicator, size)).tolist()]
     longest = max(lengths)
-    _check_message_size(longest, lengths.index(longest), communicator.size())
+    if longest * communicator.size() > _MOST_MESSAGE_BYTES:
+        raise ValueError(
+            f"messages between ranks must fit into {_MOST_MESSAGE_BYTES // MEBIBYTE} MiB in all, "
+            f"but got {longest:,} bytes from rank {lengths.index(longest)} and as much room for "
+            f"each of {communicator.size()} ranks. Wrap a model with fewer or shorter parameter "
+            "names"
+        )
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
     padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
     received = all_gather(communicator, padded.to(device))
-    return [
-        json.loads(_to_bytes(part[:length])) for part, length in zip(received, lengths, strict=True)
-    ]
-
-
-def broadcast_json(value: Any, communicator: Any) -> Any:
-    """Rank 0's JSON value: unlike a gathered one, it is not held once for every rank. Collective.
-
-    Args:
-        value: as in ``all_gather_json``; that of other ranks is not looked at.
-        communicator: a process group, or a communicator of a ``Ranks``.
-
-    Raises:
-        ValueError: on every rank, if the message needs more than 256 MiB.
-    """
-    device = _message_device(communicator)
-    message = bytearray(json.dumps(value).encode())
-    size = torch.tensor([len(message)], device=device)
-    broadcast(communicator, size)
-    _check_message_size(int(size), 0, 1)
-    if communicator.rank() == 0:
-        data = torch.frombuffer(message, dtype=torch.uint8).to(device)
-    else:
-        data = torch.empty(int(size), dtype=torch.uint8, device=device)
-    broadcast(communicator, data)
-    return json.loads(_to_bytes(data))
-
-
-def _message_device(communicator: Any) -> torch.device:
-    """The CPU if it is served, else the current GPU."""
-    cpu = torch.device("cpu")
-    if not isinstance(communicator, dist.ProcessGroup) or backend_for(communicator, cpu):
-        return cpu
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _check_message_size(longest: int, rank: int, copies: int) -> None:
-    if longest * copies > _MOST_MESSAGE_BYTES:
-        raise ValueError(
-            f"messages between ranks must fit into {_MOST_MESSAGE_BYTES // MEBIBYTE} MiB in all, "
-            f"but got {longest:,} bytes from rank {rank} and as much room for each of {copies} "
-            "ranks. Wrap a model with fewer or shorter parameter names"
-        )
-
-
-def _to_bytes(values: Tensor) -> bytearray:
-    """The elements of a uint8 vector: a copy into memory that Python can read."""
-    memory = bytearray(values.numel())
-    torch.frombuffer(memory, dtype=torch.uint8).copy_(values)
-    return memory
+    found = []
+    for part, length in zip(received, lengths, strict=True):
+        text = bytearray(length)  # memory that both torch and Python can use
+        torch.frombuffer(text, dtype=torch.uint8).copy_(part[:length])
+        found.append(json.loads(text))
+    return found
 
 
 # -- words -------------------------------------------------------------------------------------
@@ -657,24 +586,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
+def shortened(names: Sequence[str], most: int = 8, separator: str = ", ") -> str:
     """The first few names, and how many more there are."""
     more = [f"{len(names) - most} more"] if len(names) > most else []
-    return ", ".join([*names[:most], *more])
+    return separator.join([*names[:most], *more])
 
 
-def _differences(facts_by_rank: dict[int, list[tuple[str, str]]]) -> list[str]:
+def _differences(facts_of_ranks: Sequence[Sequence[Sequence[str]]]) -> list[str]:
     """One line per position at which not all ranks agree, the facts grouped by rank."""
     lines = []
-    for facts in zip_longest(*facts_by_rank.values()):
-        ranks_by_fact: dict[tuple[str, str] | None, list[int]] = {}
-        for rank, fact in zip(facts_by_rank, facts, strict=True):
-            ranks_by_fact.setdefault(fact, []).append(rank)
+    for facts in zip_longest(*facts_of_ranks, fillvalue=["nothing"]):
+        ranks_by_fact: dict[str, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            ranks_by_fact.setdefault(" ".join(fact), []).append(rank)
         if len(ranks_by_fact) > 1:
-            lines.append(
-                "; ".join(
-                    f"{name_ranks(ranks)}: " + ("nothing" if fact is None else " ".join(fact))
-                    for fact, ranks in ranks_by_fact.items()
-                )
-            )
+            pairs = ranks_by_fact.items()
+            lines.append("; ".join(f"{name_ranks(ranks)}: {fact}" for fact, ranks in pairs))
     return lines

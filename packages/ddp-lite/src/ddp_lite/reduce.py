@@ -17,7 +17,8 @@ returns at once; on CPU it blocks the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -48,26 +49,26 @@ class Reduction:
     Args:
         works: collectives to wait for, in this order.
         averages: the tensors that hold the averages then.
-        copies: pairs of a gradient and the contiguous copy that travels in its place.
+        then: the rest of the work, which is called once.
     """
 
-    __slots__ = ("_averages", "_copies", "_works")
+    __slots__ = ("_averages", "_then", "_works")
 
     def __init__(
         self,
         works: Sequence[Waitable],
         averages: Sequence[Tensor],
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        then: Callable[[], object] | None = None,
     ) -> None:
-        self._works, self._averages, self._copies = works, averages, copies
+        self._works, self._averages, self._then = works, averages, then
 
     def wait(self) -> Sequence[Tensor]:
         """Returns the averages in the bucket's order, when they may be used (see ``Waitable``)."""
         for work in self._works:
             work.wait()
-        for gradient, value in self._copies:
-            gradient.copy_(value)
-        self._copies = ()  # waiting twice copies once
+        if self._then is not None:
+            self._then()
+            self._then = None
         return self._averages
 
 
@@ -120,10 +121,6 @@ class Averager:
             torch._foreach_mul_(values, 1.0 / before)
             operation, after = self._sum, before / self.ranks.size
         self.count(sum(value.nbytes for value in values) if nbytes is None else nbytes)
-        work = self._start_all_reduce(values, operation)
-        return work if after is None or after == 1.0 else _Scaled(work, values, after)
-
-    def _start_all_reduce(self, values: list[Tensor], operation: dist.ReduceOp) -> Waitable:
         # Methods of the communicator: dist.all_reduce re-checks its arguments on every call, and
         # dist._coalescing_manager leaves the group unusable if a call inside it raises.
         communicator, one = self.ranks.communicator, len(values) == 1
@@ -131,23 +128,14 @@ class Averager:
         options.reduceOp, options.asyncOp = operation, True
         start = communicator.allreduce if one else communicator.allreduce_coalesced
         work: Waitable = start(values, options)
-        return work
+        if after is None or after == 1.0:
+            return work
+        return Reduction((work,), (), partial(torch._foreach_mul_, values, after))
 
     def count(self, nbytes: int) -> None:
         """Counts a collective that was started elsewhere."""
         self.collectives += 1
         self.bytes += nbytes
-
-
-class _Scaled:
-    def __init__(self, work: Waitable, values: list[Tensor], factor: float) -> None:
-        self._work, self._values, self._factor = work, values, factor
-
-    def wait(self) -> None:
-        self._work.wait()
-        values, self._values = self._values, []  # waiting twice scales once
-        if values:
-            torch._foreach_mul_(values, self._factor)
 
 
 # -- the ways ----------------------------------------------------------------------------------
@@ -169,12 +157,12 @@ class InPlace:
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
     ) -> Reduction:
         """See ``Way``."""
-        own, values, copies = contiguous(bucket, gradients)
+        own, values, copy_back = contiguous(bucket, gradients)
         nbytes = bucket.nbytes
         if messages:
             values = [*values, *messages]
             nbytes += sum(message.nbytes for message in messages)
-        return Reduction((average(values, nbytes),), own, copies)
+        return Reduction((average(values, nbytes),), own, copy_back)
 
     def __str__(self) -> str:
         return "coalesced in place"
@@ -212,7 +200,7 @@ class FlatCopy:
 
 def contiguous(
     bucket: Bucket, gradients: Gradients
-) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[tuple[Tensor, Tensor]]]:
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Callable[[], object] | None]:
     """Gradients as collectives need them.
 
     Args:
@@ -220,12 +208,12 @@ def contiguous(
         gradients: theirs on this rank; None where there is none.
 
     Returns:
-        The gradients with zeros for None, contiguous tensors with the same values, and pairs of
-        those that had to be copied.
+        The gradients with zeros for None, contiguous tensors with the same values, and, if any had
+        to be copied, what copies them back.
     """
     try:
         if all(map(Tensor.is_contiguous, gradients)):  # type: ignore[arg-type] # None raises
-            return gradients, gradients, ()  # type: ignore[return-value]
+            return gradients, gradients, None  # type: ignore[return-value]
     except TypeError:
         pass
     own = [
@@ -233,8 +221,11 @@ def contiguous(
         for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
     ]
     values = [gradient.contiguous() for gradient in own]
-    pairs = zip(own, values, strict=True)
-    return own, values, [(gradient, value) for gradient, value in pairs if gradient is not value]
+    copied = [(one, other) for one, other in zip(own, values, strict=True) if one is not other]
+    if not copied:
+        return own, values, None
+    targets, sources = map(list, zip(*copied, strict=True))
+    return own, values, partial(torch._foreach_copy_, targets, sources)
 
 
 def pack(bucket: Bucket, gradients: Gradients, flat: Tensor) -> list[Tensor]:

@@ -18,6 +18,7 @@ until those before it have been started.
 
 from __future__ import annotations
 
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Literal, Never
 
@@ -29,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket, one_per_kind, one_per_parameter
 from ddp_lite.missing import Policy
+from ddp_lite.ranks import MEBIBYTE
 from ddp_lite.reduce import FlatCopy, InPlace, Way
 
 if TYPE_CHECKING:
@@ -133,19 +135,22 @@ class BucketedDDP(DataParallelBase):
         auto_finish: bool = True,
         **unknown: Never,
     ) -> None:
-        from ddp_lite.bucket_sizes import BucketSizes
+        from ddp_lite.bucket_sizes import bytes_from_mb, plan_buckets
 
         # The base class makes the plan in its constructor, so the settings come first.
-        self._sizes = BucketSizes(bucket_size_mb, last_bucket_size_mb)
-        self._plan = self._sizes.plan
-        self._copy, self._wire_dtype = copy, wire_dtype
-        self._way = _chosen_way(copy, wire_dtype, comm_hook)
+        most: int | Literal["auto"] | None = "auto"
+        if bucket_size_mb != "auto":
+            most = bytes_from_mb(bucket_size_mb, "bucket_size_mb")
+        last = bytes_from_mb(last_bucket_size_mb, "last_bucket_size_mb")
+        self._most = most
+        self._plan = partial(plan_buckets, bucket_bytes=most, last_bucket_bytes=last)
+        self._wire_dtype = wire_dtype
         self._hook = comm_hook if comm_hook is not None else "collectives"
+        self._way, self._choice = _chosen_way(copy, wire_dtype, self._hook)
         self._rebucket = isinstance(self._hook, str) if rebucket is None else rebucket
-        asked = "there is nothing to average" if comm_hook == "auto" else "as comm_hook asks"
-        self._choice = f"collectives: {asked}"
         self._settings = {
-            **self._sizes.settings,
+            "bucket_size_mb": str(most),
+            "last_bucket_size_mb": str(last),
             "copy": str(copy),
             "wire_dtype": str(wire_dtype),
             "comm_hook": self._hook if isinstance(self._hook, str) else _named(self._hook),
@@ -179,7 +184,8 @@ class BucketedDDP(DataParallelBase):
                         f"wire_dtype can carry real gradients only, but {spec.name} is "
                         f"{spec.dtype}. Leave wire_dtype out or freeze the parameter."
                     )
-        if self._hook == "auto" and self._engine.way is self._way and self._engine.buckets:
+        undecided = self._hook == "auto" and isinstance(self._way, InPlace)
+        if undecided and self._engine.way is self._way and self._engine.buckets:
             what = "the choice between copies and collectives"
             self._choice = self._ranks.call(what, self._choose_copies)
 
@@ -189,13 +195,6 @@ class BucketedDDP(DataParallelBase):
         Returns:
             The choice, and why.
         """
-        if self._copy:
-            return (
-                "collectives: copy=True asks for one flat tensor, and copies leave gradients where "
-                "they are"
-            )
-        if self._wire_dtype is not None:
-            return "collectives: wire_dtype is sent by them, and copies send gradients as they are"
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
         from ddp_lite.hooks import ByHook
@@ -212,14 +211,20 @@ class BucketedDDP(DataParallelBase):
         how = "copied between GPUs" if self._engine.way is not self._way else str(self._way)
         if isinstance(self._hook, str):
             how += f" ({self._choice})"
-        return f"buckets of {self._sizes}, {how}, each started during backward"
+        most = self._most
+        if most == "auto":
+            from ddp_lite.bucket_sizes import automatic_bucket_bytes
+
+            most = automatic_bucket_bytes(self._engine.specs)
+        size = "any size" if most is None else f"at most {most / MEBIBYTE:.4g} MB"
+        return f"buckets of {size}, {how}, each started during backward"
 
 
 def _chosen_way(
-    copy: bool, wire_dtype: torch.dtype | None, comm_hook: CommHook | str | None
-) -> Way:
-    """The way that a user's arguments ask for; for "auto", until copies turn out to be better."""
-    if comm_hook is not None and comm_hook not in ("auto", "collectives"):
+    copy: bool, wire_dtype: torch.dtype | None, comm_hook: CommHook | str
+) -> tuple[Way, str]:
+    """The way that a user's arguments ask for, and why it is no copy between GPUs."""
+    if comm_hook not in ("auto", "collectives"):
         from ddp_lite.hooks import ByHook
 
         way = ByHook(comm_hook)
@@ -228,12 +233,17 @@ def _chosen_way(
                 "wire_dtype and a comm hook exclude each other, but got both. Convert inside the "
                 "hook (see ddp_lite.hooks)"
             )
-        return way
+        return way, ""
+    asked = "" if comm_hook == "auto" else "collectives: as comm_hook asks"
     if wire_dtype is not None:
         from ddp_lite.wire import OnWire
 
-        return OnWire(wire_dtype)
-    return FlatCopy(keep=True) if copy else InPlace()
+        why = "collectives: wire_dtype is sent by them, and copies send gradients as they are"
+        return OnWire(wire_dtype), asked or why
+    if copy:
+        why = "copy=True asks for one flat tensor, and copies leave gradients where they are"
+        return FlatCopy(keep=True), asked or f"collectives: {why}"
+    return InPlace(), asked or "collectives: there is nothing to average"
 
 
 def _named(hook: object) -> str:

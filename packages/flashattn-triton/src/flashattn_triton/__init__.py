@@ -17,6 +17,8 @@ from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
+__version__ = "0.1.0"
+
 __all__ = [
     "FlashAttention2PyTorch",
     "FlashAttention2Triton",

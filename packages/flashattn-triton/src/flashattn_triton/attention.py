@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, Never, Unpack, overload
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashattn_triton.caches import attend_to_cache
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import attend_to_documents
@@ -22,10 +24,11 @@ from flashattn_triton.inputs import (
     in_one_batch,
 )
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
+from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
-    refuse_with_documents,
+    refuse_with_packed_rows,
     warn_of_alignment,
     warn_of_layout,
 )
@@ -95,9 +98,11 @@ def flash_attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
+    key_lengths: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -108,14 +113,16 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · Q Kᵀ) V, exactly, without the N_q x N_k matrix (arXiv:2307.08691).
 
-    Differentiable once in query, key, value, sinks and bias, through the output and the logsumexp.
+    Differentiable in query, key, value, sinks and bias, through the output and the logsumexp, in
+    both modes; derivatives beyond the first are computed in tiles of plain PyTorch.
     Scores, sums and all gradients are accumulated in fp32. A query that sees no key has output 0,
     logsumexp -inf and no gradient. Batches and lengths may be 0.
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; any strides (copied if the last is not 1). The batch may be any
-            number of dimensions, also none.
+            and E from 1 to 256; without that limit, and fp64 too, where the implementation is
+            "tiled" (as for CPU tensors) or "reference". Any strides (copied if the last is not 1).
+            The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
         causal: False; True or "top-left": query i sees the keys j <= i; "bottom-right": query i
@@ -134,6 +141,10 @@ def flash_attention(
         bias: broadcastable to (B, H, N_q, N_k), fp16, bf16 or fp32: is added to the scores, after
             the soft-cap; -inf hides a key, and so does what is -8192 or less. Differentiable; its
             gradient is summed in a fixed order over the dimensions that share it.
+        mask: bool, broadcastable to (B, H, N_q, N_k), True where a key is visible; joins the other
+            masks. A mask that queries share, (B, 1, 1, N_k), costs as many numbers as it has; with
+            a bias too, the tensor to which both broadcast exists. Keys and values that it hides
+            from all queries are copied as zeros, so that they may hold NaN.
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
@@ -142,6 +153,9 @@ def flash_attention(
         max_documents: at least the number of documents in all rows, which the device checks. The
             host then waits for nothing, as CUDA graphs need it. In compiled code None means as many
             as tokens; the portable kernels launch a program for each head and possible document.
+        key_lengths: (B,) integers on the device, for a cache of fixed size: a row has only its
+            first keys, that many, and "bottom-right" aligns the mask to the last of them. Nothing
+            is read on the host. Without bias, mask, prefixes and documents. "bshd" needs no copy.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -172,9 +186,22 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
-    if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
+    if mask is not None:
+        if document_ids is not None:
+            refuse_with_packed_rows("document_ids", mask=mask)
+        if key_lengths is not None:
+            refuse_with_packed_rows("key_lengths", mask=mask)
+        check_layout(layout)
+        in_one_batch(query, key, value)
+        bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
+    if (
+        document_ids is not None
+        or key_lengths is not None
+        or query.dim() != 4
+        or layout not in (None, "bhsd", "bshd")
+    ):
         return _in_four_dimensions(
-            query, key, value, document_ids, max_documents, layout, return_lse,
+            query, key, value, document_ids, max_documents, key_lengths, layout, return_lse,
             (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
             softcap=softcap, deterministic=deterministic, implementation=implementation,
             tiling=tiling, out_dtype=out_dtype,
@@ -345,16 +372,17 @@ def _reference(
     from flashattn_triton.reference import attention_reference, attention_reference_varlen
 
     *_, starts_q, starts_k = given
+    dtype = torch.promote_types(query.dtype, torch.float32)
     check_inputs(problem, query, key, value, starts_q, starts_k)
     mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
     with torch.autocast(query.device.type, enabled=False):
         if starts_q is not None and starts_k is not None:
             out, lse = attention_reference_varlen(
-                query, key, value, starts_q, starts_k, problem, mask_and_bias
+                query, key, value, starts_q, starts_k, problem, mask_and_bias, dtype=dtype
             )
         else:
             q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, problem, mask_and_bias)
+            out, lse = attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
             out = as_given(out, problem.layout)
     return out.to(problem.out_dtype or query.dtype), lse
 
@@ -365,25 +393,35 @@ def _in_four_dimensions(
     value: Tensor,
     document_ids: Tensor | None,
     max_documents: int | None,
+    key_lengths: Tensor | None,
     layout: Layout | None,
     return_lse: bool,
     tensors: tuple[Tensor | None, ...],
     **keywords: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attention` of documents, or with any number of dimensions before the last 3.
+    """:func:`flash_attention` of documents, caches, or any number of dimensions before the last 3.
 
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
     alibi_slopes, bias, prefix_lengths, sinks = tensors
     if document_ids is not None:
-        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
+        refuse_with_packed_rows(
+            "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
+        )
         out, lse = attend_to_documents(
             flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
             alibi_slopes, sinks, max_documents, **keywords,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
+    if key_lengths is not None:
+        refuse_with_packed_rows("key_lengths", bias=bias, prefix_lengths=prefix_lengths)
+        out, lse = attend_to_cache(
+            functools.partial(flash_attention_varlen, alibi_slopes=alibi_slopes, sinks=sinks),
+            query, key, value, key_lengths, layout or "bhsd", **keywords,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     q, k, _ = (heads_first(x, layout or "bhsd") for x in batch)
     resolved = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,
@@ -422,13 +460,14 @@ def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating tensors in autocast's dtype, which is for attention's two matrix products.
 
-    As they are where autocast is on for another kind of device.
+    As they are where autocast is on for another kind of device, or of float64 as in PyTorch.
     """
     first = tensors[0]
     if first.is_meta or not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
+    kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
+    return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
 
 
 class FlashAttention2Triton(torch.autograd.Function):

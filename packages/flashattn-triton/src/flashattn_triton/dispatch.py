@@ -20,13 +20,15 @@ from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import in_one_batch
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import check_prefix_options, resolve_mask_and_bias
+from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
-    refuse_with_documents,
+    refuse_with_packed_rows,
     warn_once,
 )
 from flashattn_triton.problem import (
+    MAX_HEAD_DIM,
     Implementation,
     Keywords,
     Layout,
@@ -148,6 +150,7 @@ def _choose(
     if implementation == "auto" and device.type != "cuda":
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
+    _check_kernel_limits(dtype, head_dims)
     if implementation == "hopper" and device.type != "cuda":
         raise ValueError(
             f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them to "
@@ -201,6 +204,26 @@ def _choose(
     return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
 
 
+def _check_kernel_limits(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
+    """Refuses what no kernel computes, though plain PyTorch does.
+
+    Raises:
+        ValueError: naming the tensor, and the tier without the limit.
+    """
+    if dtype == torch.float64:
+        raise ValueError(
+            "query must be float16, bfloat16 or float32 for Triton's kernels, but got float64. "
+            "Convert it, or use implementation='tiled', which computes in float64."
+        )
+    for name, dim in zip(("query", "value"), head_dims, strict=True):
+        if dim > MAX_HEAD_DIM:
+            slices = ", or attend to slices of value one by one" if name == "value" else ""
+            raise ValueError(
+                f"{name} must have a head_dim of at most {MAX_HEAD_DIM} for Triton's kernels, but "
+                f"got {dim}. Use implementation='tiled', which has no limit{slices}."
+            )
+
+
 def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
     """Refuses shapes that Triton 3.6 compiles wrongly for sm_90's warp-group matrix products.
 
@@ -245,9 +268,11 @@ def explain(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    mask: Tensor | None = None,
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
+    key_lengths: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     **keywords: Unpack[OptionKeywords],
@@ -255,13 +280,15 @@ def explain(
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
-    not depend on ``document_ids``, ``max_documents`` and ``return_lse``, which are taken so that a
-    call can be explained as it is written.
+    not depend on ``document_ids``, ``max_documents``, ``key_lengths`` and ``return_lse``, which are
+    taken so that a call can be explained as it is written.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
     check_layout(layout)
     leading, batch = query.shape[:-3], in_one_batch(query, key, value)
+    if mask is not None:
+        bias, *_ = with_mask(mask, bias, query, key, value, layout or "bhsd")
     query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
     mask_and_bias = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,
@@ -277,12 +304,13 @@ def explain(
     if prefix_lengths is not None:
         check_prefix_options(problem)
     if document_ids is not None:
-        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
+        refuse_with_packed_rows("document_ids", bias=bias, mask=mask, prefix_lengths=prefix_lengths)
     plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        lines.append(describe_forward(head_dims, query.shape[-2], problem))
+        n_queries, n_rows = query.shape[-2], query.shape[:-1].numel()
+        lines.append(describe_forward(head_dims, n_queries, problem, n_rows))
     if plan.runs_hopper_backward(problem):
         lines.append(describe_backward(head_dims, problem))
     elif plan.tiling is not None:

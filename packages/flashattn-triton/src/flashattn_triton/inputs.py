@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, Problem
+from flashattn_triton.problem import DTYPES, Problem
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,8 +171,8 @@ def check_starts(
     """
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if isinstance(cu_seqlens_q, FakeTensor) or isinstance(cu_seqlens_k, FakeTensor):
-        return  # which have no values
+    if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:
+        return  # fake tensors have no values; those of DTensors are checked where they are local
     starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
     tokens = (query.shape[0], key.shape[0])
     longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
@@ -205,9 +205,10 @@ def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"flash_attention_varlen for sequences of different lengths, with the values() and "
                 f"offsets() of jagged tensors."
             )
-    if query.dtype not in DTYPES:
+    if query.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
-            f"query must be float16, bfloat16 or float32, but got {query.dtype}. Convert it."
+            f"query must be float16, bfloat16 or float32, or float64 where implementation is "
+            f"'tiled' or 'reference', but got {query.dtype}. Convert it."
         )
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype:
@@ -241,10 +242,9 @@ def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
             f"differ."
         )
     for name, dim in (("query", query_dim), ("value", value_dim)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
+        if dim < 1:
             raise ValueError(
-                f"{name} must have a head_dim from 1 to {MAX_HEAD_DIM}, but got {dim}. Split it "
-                f"into more heads."
+                f"{name} must have a head_dim of at least 1, but got {dim}. Leave empty heads out."
             )
 
 

@@ -127,8 +127,8 @@ def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | Non
 
 
 def empty_row_statistic(like: Tensor) -> Tensor:
-    """(B, H, N) fp32, contiguous: the logsumexp, or delta."""
-    return like.new_empty(like.shape[:3], dtype=torch.float32)
+    """(B, H, N) fp32 (fp64 of fp64 inputs), contiguous: the logsumexp, or delta."""
+    return like.new_empty(like.shape[:3], dtype=torch.promote_types(like.dtype, torch.float32))
 
 
 def in_layout(x: Tensor, layout: str) -> Layout:

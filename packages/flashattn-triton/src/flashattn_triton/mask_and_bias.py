@@ -281,7 +281,7 @@ def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
     fits = len(sizes) <= len(shape) and all(
         n in (1, full) for n, full in zip(sizes[::-1], shape[::-1], strict=False)
     )
-    if not fits or bias.dtype not in DTYPES:
+    if not fits or bias.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {shape} "
             f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it size "

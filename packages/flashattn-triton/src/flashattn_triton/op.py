@@ -19,7 +19,7 @@ operators.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
 from flashattn_triton.dispatch import choose
+from flashattn_triton.higher_derivatives import backward_tangents, forward_tangents
 from flashattn_triton.inputs import check_inputs, check_starts
 from flashattn_triton.launch import Packing, dot_precision, empty_result, empty_row_statistic
 from flashattn_triton.mask_and_bias import (
@@ -48,10 +49,12 @@ from flashattn_triton.operator_rules import (
     Given,
     backward_flops,
     forward_flops,
+    tangents_flops,
     vmap_backward,
     vmap_forward,
 )
 from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.sharding import register_for
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
 _ONLY_INPUTS: Needs = (True, False, False)
@@ -240,8 +243,20 @@ _LIBRARY.define(
     f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, {_PROBLEM}, "
     "bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
+_DIRECTION = ", ".join(
+    f"Tensor? {prefix}{name}"
+    for prefix in ("", "t_")
+    for name in ("query", "key", "value", "input_bias", "input_sinks")
+)
+_LIBRARY.define(
+    f"tangents({_DIRECTION}, Tensor out, Tensor lse, {_PROBLEM}) -> (Tensor t_out, Tensor t_lse)"
+)
 FORWARD = torch.ops.flashattn_triton.forward.default
 BACKWARD = torch.ops.flashattn_triton.backward.default
+# Tangents of output and logsumexp. Its tensors are those of query, key, value, bias and sinks, five
+# tangents, output and logsumexp, and those that are given.
+TANGENTS = torch.ops.flashattn_triton.tangents.default
+TENSORS_OF_TANGENTS = 12 + len(GIVEN)
 
 
 def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
@@ -373,30 +388,159 @@ class _AttendOutput(Attend):
 
 
 class _AttendBackward(_SingleLevelFunction):
-    """The operator ``backward``, which has no derivative."""
+    """The operator ``backward``; its derivative is that of :mod:`.higher_derivatives`."""
 
     apply: ClassVar[Callable[..., Any]]
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         """Five gradients."""
+        ctx.save_for_backward(*arguments[: TENSORS + RESULTS])
+        ctx.numbers = arguments[TENSORS + RESULTS :]
+        ctx.set_materialize_grads(False)
         return _below(BACKWARD, *arguments)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
-        """Refuses."""
-        raise RuntimeError(
-            "flash attention has first derivatives only, and the backward pass was differentiated; "
-            "use implementation='reference' for higher derivatives"
+    def backward(ctx: Any, *direction: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of all tensors but output and logsumexp, which follow from the others."""
+        *numbers, needs = ctx.numbers
+        query, key, value, out, lse, grad_out, grad_lse, *given = ctx.saved_tensors
+        wanted = (*[needs[0]] * 3, *needs[1:])
+        direction = tuple([x if need else None for x, need in zip(direction, wanted, strict=True)])
+        inputs = (query, key, value, given[BIAS], given[SINKS])
+        tangents = TANGENTS(*inputs, *direction, out, lse, *given, *numbers)
+        gradients = backward_tangents(
+            inputs, direction, out, lse, tangents, grad_out, grad_lse, given,
+            Problem.unpack(numbers),
+        )  # fmt: skip
+        of_given: list[Tensor | None] = [None] * len(given)
+        of_given[BIAS], of_given[SINKS] = gradients[3:]
+        rest = (None,) * len(ctx.numbers)
+        tangents = (tangents[0], None if grad_lse is None else tangents[1])
+        return *gradients[:3], None, None, *tangents, *of_given, *rest
+
+
+class _AttendTangents(_SingleLevelFunction):
+    """The operator ``tangents``, with its derivative."""
+
+    apply: ClassVar[Callable[..., Any]]
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        """Tangents of output and logsumexp."""
+        tangents = _below(TANGENTS, *arguments)
+        ctx.save_for_backward(*arguments[:TENSORS_OF_TANGENTS], *tangents)
+        ctx.numbers = arguments[TENSORS_OF_TANGENTS:]
+        return tangents
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the inputs and of the direction."""
+        *tensors, tout, tlse = ctx.saved_tensors
+        inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
+        results = (out, lse, (tout, tlse), grad_out, grad_lse)
+        problem = Problem.unpack(ctx.numbers)
+        of_inputs = backward_tangents(inputs, direction, *results, given, problem)
+        needs = [True, inputs[3] is not None, inputs[4] is not None]
+        of_direction = BACKWARD(
+            *inputs[:3], out, lse, grad_out, grad_lse, *given, *ctx.numbers, needs
         )
+        of_direction = [
+            None if x is None else y for x, y in zip(direction, of_direction, strict=True)
+        ]
+        return *of_inputs, *of_direction, *[None] * (2 + len(given) + len(ctx.numbers))
+
+
+def _tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator ``tangents``, by tiles of PyTorch's operators."""
+    tensors, numbers = arguments[:TENSORS_OF_TANGENTS], arguments[TENSORS_OF_TANGENTS:]
+    inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
+    return forward_tangents(inputs, direction, out, lse, given, Problem.unpack(numbers))
+
+
+def _fake_tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
+    out, lse = arguments[10:12]
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
+def _vmap_tangents(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
+    """One after another: any input may be mapped."""
+    results = [
+        TANGENTS(
+            *(
+                x.select(dim, i) if isinstance(dim, int) else x
+                for x, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0, 0)
+
+
+def _unpack(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """A tensor and its tangent. Compiled code enters the only level there is without a record."""
+    return (None, None) if x is None else forward_ad.unpack_dual(x, level=0)
+
+
+def _dual(x: Tensor, tangent: Tensor) -> Tensor:
+    dual: Tensor = forward_ad.make_dual(x, tangent, level=0)
+    return dual
+
+
+def _forward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    """The operator ``forward`` of tensors of which some have a tangent."""
+    primals, tangents = zip(*map(_unpack, tensors), strict=True)
+    if tangents[3] is not None:
+        raise RuntimeError(
+            "alibi_slopes must be constants, but got a dual tensor. Pass what has a tangent as "
+            "bias."
+        )
+    results = FORWARD(*primals, *numbers)
+    inputs, direction = (_differentiated(x, 3) for x in (primals, tangents))
+    moved = TANGENTS(*inputs, *direction, *results, *primals[3:], *numbers)
+    return tuple(_dual(x, t) for x, t in zip(results, moved, strict=True))
+
+
+def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
+    """The operator ``backward`` of tensors of which some have a tangent."""
+    primals, tangents = zip(*map(_unpack, tensors), strict=True)
+    *arguments, needs = numbers
+    results = BACKWARD(*primals, *numbers)
+    inputs, direction = (_differentiated(x, 3 + RESULTS) for x in (primals, tangents))
+    out, lse, grad_out, grad_lse, *given = primals[3:]
+    t_out, t_lse = tangents[3:5]
+    of_results = (
+        torch.zeros_like(out) if t_out is None else t_out,
+        torch.zeros_like(lse) if t_lse is None else t_lse,
+    )
+    moved = backward_tangents(
+        inputs, direction, out, lse, of_results, grad_out, grad_lse, given,
+        Problem.unpack(arguments),
+    )  # fmt: skip
+    tangent, lse_tangent = tangents[5:7]
+    wanted = (*[needs[0]] * 3, *needs[1:])
+    moved = [x if need else None for x, need in zip(moved, wanted, strict=True)]
+    if tangent is not None or lse_tangent is not None:  # the gradients are linear in both
+        if tangent is None:
+            tangent = torch.zeros_like(out)
+        more = BACKWARD(*primals[:5], tangent, lse_tangent, *given, *numbers)
+        moved = [x if x is None else x + y for x, y in zip(moved, more, strict=True)]
+    return tuple(x if t is None else _dual(x, t) for x, t in zip(results, moved, strict=True))
+
+
+def _differentiated(tensors: Sequence[Tensor | None], start: int) -> list[Tensor | None]:
+    """Query, key, value, bias and sinks, of tensors whose :data:`GIVEN` begin at ``start``."""
+    return [*tensors[:3], tensors[start + BIAS], tensors[start + SINKS]]
 
 
 def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
     """Runs an operator without its autograd kernel of this level.
 
-    A Function switches gradients off, which levels of ``torch.func`` below this one still need.
+    A Function switches both modes of differentiation off, which levels of ``torch.func`` below this
+    one still need.
     """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+    both_modes = torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True)
+    with both_modes[0], both_modes[1], torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
@@ -418,12 +562,21 @@ def _has_memory(x: Tensor) -> bool:
     return True
 
 
+def _any_dual(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors have tangents, which kernels would silently drop."""
+    return any(_unpack(x)[1] is not None for x in tensors)
+
+
 def _differentiable(
-    operator: Callable[..., Any], apply: Callable[..., Any], n_tensors: int
+    operator: Callable[..., Any],
+    apply: Callable[..., Any],
+    of_duals: Callable[..., Any],
+    n_tensors: int,
 ) -> Callable[..., Any]:
     def kernel(*arguments: Any) -> Any:
         tensors = [x for x in arguments[:n_tensors] if x is not None]
-        refuse_forward_mode(*tensors)
+        if _any_dual(tensors):
+            return of_duals(arguments[:n_tensors], arguments[n_tensors:])
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             with enable_single_level_autograd_function():
                 return apply(*arguments)
@@ -435,18 +588,23 @@ def _differentiable(
 
 # ---- registration --------------------------------------------------------------------------------
 
-for _name, _operator, _apply, _n_tensors, _run, _fake, _vmap, _flops in (
+for _name, _operator, _apply, _of_duals, _n_tensors, _run, _fake, _vmap, _flops in (
     (
         "forward", FORWARD, lambda *given: Attend.apply(given[TENSORS:], *given[:TENSORS]),
-        TENSORS, _forward, _fake_forward, vmap_forward, forward_flops,
+        _forward_of_duals, TENSORS, _forward, _fake_forward, vmap_forward, forward_flops,
     ),
     (
-        "backward", BACKWARD, _AttendBackward.apply, TENSORS + RESULTS, _backward,
-        _fake_backward, vmap_backward, backward_flops,
+        "backward", BACKWARD, _AttendBackward.apply, _backward_of_duals, TENSORS + RESULTS,
+        _backward, _fake_backward, vmap_backward, backward_flops,
+    ),
+    (
+        "tangents", TANGENTS, _AttendTangents.apply,
+        lambda tensors, rest: _tangents(*tensors, *rest), TENSORS_OF_TANGENTS, _tangents,
+        _fake_tangents, _vmap_tangents, tangents_flops,
     ),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    _LIBRARY.impl(_name, _differentiable(_operator, _apply, _n_tensors), "Autograd")
+    _LIBRARY.impl(_name, _differentiable(_operator, _apply, _of_duals, _n_tensors), "Autograd")
     torch.library.register_fake(f"flashattn_triton::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"flashattn_triton::{_name}", _vmap, lib=_LIBRARY)
     register_flop_formula(_operator.overloadpacket, get_raw=True)(_flops)
@@ -455,23 +613,13 @@ for _name, _operator, _apply, _n_tensors, _run, _fake, _vmap, _flops in (
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raises ``RuntimeError`` for dual tensors, whose tangents kernels would silently drop."""
-    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
-        return
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(
-            "flash attention has no forward-mode derivative, and a dual tensor was given; "
-            "use torch.func.grad or backward(), or implementation='reference'"
-        )
-
-
 def _is_watched() -> bool:
-    """Whether a compiler, a transform or a mode is to see operators instead of their effects."""
+    """Whether a compiler, a transform, a mode or forward mode is to see the operators."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
     )
 
 
@@ -516,12 +664,12 @@ def attend(
     Raises:
         ValueError: a tensor is not what the public functions describe.
     """
-    if forward_ad._current_level >= 0:
-        refuse_forward_mode(query, key, value)
     call = _cached_call(problem, query, key, value, given)
     if call is None:
         check_inputs(problem, query, key, value, *given[STARTS:])
         given = normalised(problem, query, key, given)
+        if type(query) not in PLAIN:
+            register_for(query, FORWARD, BACKWARD)
         out, lse = FORWARD(query, key, value, *given, *problem.pack())
         return out, lse
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad

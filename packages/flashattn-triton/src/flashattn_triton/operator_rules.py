@@ -126,3 +126,9 @@ def backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_va
     of_inputs, of_bias, _ = rest[-1]
     total = 3 * over_d + 2 * over_e if of_inputs else 0
     return total + over_d + over_e if of_bias else total
+
+
+def tangents_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
+    """S and two products of its tangent are over D; two of the output's tangent over E."""
+    over_d, over_e = _products(query, key, value, rest[9:])
+    return 3 * over_d + 2 * over_e

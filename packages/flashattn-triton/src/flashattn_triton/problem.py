@@ -64,8 +64,10 @@ class Keywords(PackedKeywords, total=False):
 
     layout: Layout | None
     bias: Tensor | None
+    mask: Tensor | None
     document_ids: Tensor | None
     max_documents: int | None
+    key_lengths: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import HIDDEN_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem, diagonal_offset
 
 
@@ -123,6 +123,7 @@ class ScoreTiles:
         mask_and_bias: MaskAndBias,
     ) -> None:
         self.batch, self.heads, n_queries, _ = query.shape
+        self.n_queries = n_queries
         self.groups, n_keys = key.shape[1], key.shape[2]
         self.ratio = self.heads // self.groups
         self.problem = problem
@@ -131,8 +132,17 @@ class ScoreTiles:
         prefixes = mask_and_bias.prefix_lengths
         prefix = 0 if prefixes is None else int(prefixes.item())
         self.band = Band.of(n_queries, n_keys, problem, prefix)
+        bias = mask_and_bias.bias
+        self._hidden_keys: Tensor | None = None
+        if bias is not None and bias.shape[2] == 1 and bias.shape[3] == n_keys:
+            self._hidden_keys = (bias <= HIDDEN_BIAS).flatten(0, 2).all(0)
         with torch.autocast(query.device.type, enabled=False):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
+
+    def hides(self, start: int, end: int) -> bool:
+        """Whether a bias that all queries share hides keys ``start`` to ``end`` from everyone."""
+        hidden = self._hidden_keys
+        return hidden is not None and bool(hidden[start:end].all())
 
     def rows(self, start: int, end: int) -> slice:
         """Where queries ``start`` to ``end`` are in folded tensors."""

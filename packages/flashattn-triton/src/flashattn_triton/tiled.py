@@ -85,6 +85,8 @@ def tiled_forward(
             row_sum = (~torch.isneginf(row_max)).to(row_max.dtype)  # l: a sink is a key before all
             acc = torch.zeros_like(out[:, rows])
             for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
+                if score_tiles.hides(k_start, k_end):
+                    continue
                 scores, _ = score_tiles.scores((start, end), (k_start, k_end))
                 new_max = torch.maximum(row_max, scores.amax(dim=-1))
                 # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
@@ -237,6 +239,8 @@ def _gradients_of_scores(
     delta = delta.masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
     for keys in tiles(value.shape[2], sizes[1]):
+        if score_tiles.hides(*keys):
+            continue
         for queries in score_tiles.band.query_tiles(*keys, sizes[0]):
             rows = score_tiles.rows(*queries)
             scores, slope = score_tiles.scores(queries, keys)

@@ -379,6 +379,25 @@ class Bucket:
             "and construct the optimizer then"
         )
 
+    def place(self, position: int) -> Place:
+        """Which rank holds which elements of the state of one parameter."""
+        param = self.params[position]
+        shard = next((s for s in self.shards if s.index == self.indices[position]), None)
+
+        def span_of(rank: int) -> tuple[int, int] | None:
+            span = self.plan.span(position, rank)
+            return None if span is None else (span.start, span.length)
+
+        return Place(
+            name=self.names[position],
+            size=param.size(),
+            stride=param.stride(),
+            span_of=span_of,
+            replicated=False,
+            rank=self.rank,
+            form=torch.Size([0]) if shard is None else shard.tensor.size(),
+        )
+
     def describe(self, what: str) -> str:
         """``what`` and this bucket in words, for errors."""
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""

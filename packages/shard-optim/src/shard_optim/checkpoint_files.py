@@ -7,7 +7,7 @@ A folder holds one file of tensors for each rank that wrote, ``__R_0.distcp``, a
   second line is the CRC-32 of its first.
 - ``.metadata``, a pickle for the tools of ``torch.distributed.checkpoint`` (DCP), which see each
   tensor as a vector. It is written last, so its presence means that the folder is complete. This
-  module never unpickles it; ``dcp_folder.py`` reads folders that have no ``contents.json``.
+  module never unpickles it.
 
 Reading builds plain data only. Before memory is taken for a tensor, the description has been
 checked: parts cover each tensor exactly once, files are regular files inside the folder, and a part
@@ -33,7 +33,6 @@ from torch import Tensor
 
 from ddp_lite.ranks import Ranks
 from shard_optim.communication import CollectiveError
-from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
 from shard_optim.stored_tensor import (
@@ -80,6 +79,11 @@ class Range:
     first: int
     shape: tuple[int, ...]
 
+    @property
+    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
+        return self.values.dtype, self.shape, self.first, self.values.numel()
+
 
 # --- writing ---------------------------------------------------------------------------------
 
@@ -111,35 +115,33 @@ def write_folder(
     folder = Path(folder)
 
     def prepare() -> Any:
-        described = {
-            key: (part.values.dtype, part.shape, part.first, part.values.numel())
-            for key, part in ranges.items()
-        }
+        described = {key: part.described for key, part in ranges.items()}
         encoded = {key: encode(value) for key, value in values.items()}  # refuses other objects
         folder.mkdir(parents=True, exist_ok=True)
         return described, encoded
 
     prepared = all_ranks(prepare)
-    all_ranks(lambda: _check_plans([described for described, _ in prepared]))
+    all_ranks(lambda: check_plans([described for described, _ in prepared]))
     written = all_ranks(lambda: write_file(folder, rank, ranges))
 
     def finish() -> None:
         tensors: dict[str, StoredTensor] = {}
         for described, places in zip((d for d, _ in prepared), written, strict=True):
             for key, (dtype, shape, first, count) in described.items():
-                part = Part(first=first, count=count, **places[key])
-                before = tensors[key].parts if key in tensors else ()
-                parts = tuple(sorted((*before, part), key=lambda part: part.first))
-                tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=parts)
+                parts = list(tensors[key].parts) if key in tensors else []
+                if count:
+                    parts.append(Part(first=first, count=count, **places[key]))
+                parts.sort(key=lambda part: part.first)
+                tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=tuple(parts))
         merged: dict[str, Any] = {}
         for _, encoded in prepared:
             merged = encoded | merged
-        _write_descriptions(folder, tensors, merged)
+        write_descriptions(folder, tensors, merged)
 
     all_ranks(lambda: finish() if rank == 0 else None)
 
 
-def _check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
+def check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
     """Every rank checks the same plans, so every rank raises the same error.
 
     Raises:
@@ -155,12 +157,12 @@ def _check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
                     f"has {dtype} {tuple(shape)} where another has {kinds[key]}. Build the same "
                     "model and optimizer on every rank"
                 )
-            given.setdefault(key, []).append((first, count))
+            given.setdefault(key, []).extend([(first, count)] if count else [])
     for key, spans in given.items():
         if problem := coverage(math.prod(kinds[key][1]), spans):
             raise ValueError(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Build "
-                "the same model and optimizer on every rank"
+                "the same model and optimizer on every rank, and step it on every rank or on none"
             )
 
 
@@ -190,6 +192,8 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     name, places = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
         for key, part in ranges.items():
+            if not part.values.numel():
+                continue
             stream, offset = _Checksummed(file), file.tell()
             # A copy, because torch.save would write everything that shares its memory.
             torch.save(part.values.detach().to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
@@ -205,9 +209,10 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     return places
 
 
-def _write_descriptions(
+def write_descriptions(
     folder: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
 ) -> None:
+    """Writes both descriptions; the folder is a checkpoint then. Values have been encoded."""
     metadata = _torch_metadata(tensors)
     content = {
         "format": 1,
@@ -302,17 +307,18 @@ def _read_description(folder: Path) -> Contents:
             f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "
             "earlier one"
         )
-    if not (folder / CONTENTS).exists():
-        tensors, values, identity = read_dcp_description(folder)
-        contents = Contents(tensors=tensors, values=values, identity=identity)
-    else:
-        data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
-        try:
-            contents, crc32 = _parsed(data)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise damaged(folder / CONTENTS, error) from error
-        if crc32 != zlib.crc32(metadata):
-            raise damaged(folder / METADATA, "its checksum differs")
+    if not os.path.lexists(folder / CONTENTS):
+        raise FileNotFoundError(
+            f"a checkpoint must have a {CONTENTS}, but {folder} was written before there was one. "
+            "Run packages/shard-optim/tools/convert_folder.py of the repository on it once"
+        )
+    data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
+    try:
+        contents, crc32 = _parsed(data)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise damaged(folder / CONTENTS, error) from error
+    if crc32 != zlib.crc32(metadata):
+        raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
 

@@ -63,49 +63,6 @@ def all_gather(flat: Tensor, owned: Tensor, communicator: Any) -> dist.Work:
     return work
 
 
-def all_gather_several(wholes: Sequence[Tensor], parts: Sequence[Tensor], ranks: Ranks) -> Waitable:
-    """Starts filling each of ``wholes``, shape (world_size * n,), with every rank's part of it.
-
-    One call and, over NCCL, one kernel for all of them; each may have another n, shape (n,).
-    """
-    if len(wholes) == 1:
-        return all_gather(wholes[0], parts[0], ranks.communicator)
-    # Gloo's worker threads store the name of what they completed last in one string without a lock.
-    # Names of up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated,
-    # and two threads that assign it at once free it twice (seen with torch 2.15).
-    if backend_for(ranks.group, wholes[0].device) == "gloo":
-        pairs = zip(wholes, parts, strict=True)
-        return Reduction([all_gather(whole, part, ranks.communicator) for whole, part in pairs], ())
-    options = AllgatherOptions()
-    options.asyncOp = True
-    work: Waitable = ranks.communicator.allgather_into_tensor_coalesced(
-        list(wholes), list(parts), options
-    )
-    return work
-
-
-def reduce_scatter_several(
-    parts: Sequence[Tensor], wholes: Sequence[Tensor], ranks: Ranks
-) -> Waitable:
-    """Starts averaging each of ``wholes``, shape (world_size * n,), of which ``parts`` get n each.
-
-    One call and, over NCCL, one kernel for all of them.
-    """
-    if len(wholes) == 1:
-        return reduce_scatter(parts[0], wholes[0], ranks.communicator)
-    if backend_for(ranks.group, wholes[0].device) == "gloo":  # has no coalesced one
-        pairs = zip(parts, wholes, strict=True)
-        works = [reduce_scatter(part, whole, ranks.communicator) for part, whole in pairs]
-        return Reduction(works, ())
-    options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    options.asyncOp = True
-    work: Waitable = ranks.communicator.reduce_scatter_tensor_coalesced(
-        list(parts), list(wholes), options
-    )
-    return work
-
-
 def as_sent(values: Tensor) -> Tensor:
     """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
@@ -151,21 +108,49 @@ class Communication(Protocol):
 class GroupCollectives:
     """The collectives of a process group's back end, as a ``Communication``.
 
+    Several tensors travel in one call and, over NCCL, in one kernel.
+
     Args:
         ranks: those of the group.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.group
-        self._ranks = ranks
+        self._communicator = ranks.communicator
+        # gloo has no coalesced reduce-scatter, and its coalesced gather is not safe: its worker
+        # threads store the name of what they completed last in one string without a lock. Names of
+        # up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated, and two
+        # threads that assign it at once free it twice (seen with torch 2.15).
+        self._one_by_one = backend_for(ranks.group, ranks.device) == "gloo"
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], /) -> Waitable:
         """Starts averaging each input, of which each rank gets its range."""
-        return reduce_scatter_several(outputs, inputs, self._ranks)
+        if self._one_by_one or len(inputs) == 1:
+            return self._each(reduce_scatter, outputs, inputs)
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+        options.asyncOp = True
+        work: Waitable = self._communicator.reduce_scatter_tensor_coalesced(
+            list(outputs), list(inputs), options
+        )
+        return work
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], /) -> Waitable:
         """Starts filling each whole with every rank's part of it."""
-        return all_gather_several(wholes, parts, self._ranks)
+        if self._one_by_one or len(wholes) == 1:
+            return self._each(all_gather, wholes, parts)
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work: Waitable = self._communicator.allgather_into_tensor_coalesced(
+            list(wholes), list(parts), options
+        )
+        return work
+
+    def _each(
+        self, start: Callable[..., dist.Work], targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Waitable:
+        works = [start(*pair, self._communicator) for pair in zip(targets, sources, strict=True)]
+        return works[0] if len(works) == 1 else Reduction(works, ())
 
 
 def resolve_communication(

@@ -8,13 +8,14 @@ of these) into JSON without loss, and ``decode`` turns it back.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_lite.ranks import all_gather_json, broadcast_json
+from ddp_lite.ranks import Ranks, all_gather_json
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -46,26 +47,31 @@ def all_gather_values(value: Any, communicator: Any) -> list[Any]:
     return [decode(encoded) for _, encoded in everyone]
 
 
-def broadcast_value(value: Any, communicator: Any) -> Any:
-    """Rank 0's value, on every rank. Collective.
+def broadcast_value(value: Any, ranks: Ranks) -> Any:
+    """Rank 0's value, on every rank: unlike a gathered one, it is held once. Collective.
 
     Args:
         value: see ``encode``; of the other ranks it is not looked at.
-        communicator: a process group, or a communicator of a ``Ranks``.
+        ranks: get it.
 
     Raises:
         TypeError: on every rank, if the value cannot be encoded.
-        ValueError: on every rank, if the message is longer than 256 MiB.
     """
-    problem, encoded = None, None
-    if communicator.rank() == 0:
+    message = b""
+    if ranks.rank == 0:
         try:
-            encoded = encode(value)
+            message = json.dumps([None, encode(value)]).encode()
         except TypeError as error:
-            problem = str(error)
-    problem, encoded = broadcast_json([problem, encoded], communicator)
+            message = json.dumps([str(error), None]).encode()
+    size = torch.tensor([len(message)], device=ranks.device)
+    ranks.overwrite_with_rank_0([size])
+    data = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
+    if ranks.rank == 0:
+        data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    ranks.overwrite_with_rank_0([data])
+    problem, encoded = json.loads(tensor_bytes(data.cpu()))
     if problem is not None:
-        raise TypeError(f"{problem} (on rank 0 of {communicator.size()})")
+        raise TypeError(f"{problem} (on rank 0 of {ranks.size})")
     return decode(encoded)
 
 

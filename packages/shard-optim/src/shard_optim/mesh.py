@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class Mesh:
             CollectiveError: if a peer died or timed out.
         """
         for ranks in self.levels:
-            value = ranks.together(what, broadcast_value, value, ranks.control)
+            value = ranks.together(what, broadcast_value, value, ranks)
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
@@ -125,7 +126,7 @@ class Mesh:
             problem = f"{type(error).__name__}: {error}"
             raise
         finally:
-            problem = self.replicas.together(what, broadcast_value, problem, self.replicas.control)
+            problem = self.replicas.together(what, broadcast_value, problem, self.replicas)
         if problem is not None:
             raise CollectiveError(
                 f"every rank must take part in {what}, but it failed on the first replica: "
@@ -139,22 +140,9 @@ class Mesh:
             ModelMismatchError: on every rank if two differ, naming the differences.
         """
         pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
-        across = [] if self.replicas is None else [self.replicas]
-        self.shards.agree(pairs, must=must, remedy=remedy, across=across)
-
-
-def mesh_of_group(
-    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
-) -> Mesh:
-    """The ranks of a group, of a mesh of one dimension, or of the default group.
-
-    Raises:
-        RuntimeError: if there is neither.
-        ValueError: for a mesh of more dimensions, or a group without this rank.
-    """
-    group = resolve_group(process_group, before=f"a {owner} is made")
-    everyone = dist.get_process_group_ranks(group)
-    return Mesh(group, None, everyone, device=device, owner=owner)
+        words = "the comparison of what the ranks make"
+        gather = partial(self.gather, words)
+        self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
 
 
 def resolve_mesh(
@@ -163,20 +151,20 @@ def resolve_mesh(
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
     Raises:
-        TypeError: if it is something else.
-        ValueError: for a mesh of more dimensions.
         RuntimeError: if there is neither.
+        ValueError: for a group without this rank.
     """
-    check_group(process_group)
+    before = f"a {owner} is made"
     if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        return mesh_of_group(process_group, device=device, owner=owner)
-    resolve_group(None, before=f"a {owner} is made")
-    replicas = process_group.get_group(0)
-    everyone = process_group.mesh.flatten().tolist()
+        group = resolve_group(process_group, before=before)
+        ranks = dist.get_process_group_ranks(group)
+        return Mesh(group, None, ranks, device=device, owner=owner)
+    resolve_group(None, before=before)
+    shards, replicas = process_group.get_group(1), process_group.get_group(0)
     return Mesh(
-        process_group.get_group(1),
+        shards,
         None if replicas.size() == 1 else replicas,
-        everyone,
+        process_group.mesh.flatten().tolist(),
         device=device,
         owner=owner,
     )

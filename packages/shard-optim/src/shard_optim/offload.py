@@ -30,14 +30,9 @@ MIB = 1024**2
 class OffloadedOptimizer(Optimizer):
     """Wraps ``optimizer_cls`` so that its state rests in host memory between steps.
 
-    For parameters on one device: whole ones, or the shards of a ``FullyShardedDataParallel``::
-
-        model = FullyShardedDataParallel(model)
-        optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
-
-    ``ShardedOptimizer(offload_state=True)`` does the same for its shards. The result is that of
-    ``optimizer_cls`` bit for bit, and so are state dicts and checkpoints. Only state with more than
-    one element travels; counts of steps stay where the class keeps them.
+    For parameters on one device: ``ShardedOptimizer(offload_state=True)`` updates its shards by it.
+    The result is that of ``optimizer_cls`` bit for bit, and so are state dicts and checkpoints.
+    Only state with more than one element travels; counts of steps stay where the class keeps them.
 
     Args:
         params: as for any optimizer.
@@ -168,7 +163,7 @@ class OffloadedOptimizer(Optimizer):
             self.param_groups.pop()
             raise ValueError(
                 "parameters must be on one device to have their state offloaded, but got "
-                f"{sorted(map(str, devices))}. Make one OffloadedOptimizer for each device."
+                f"{sorted(map(str, devices))}. Make one optimizer for each device."
             )
         group = self.param_groups[-1]
         # Some classes make their state at construction.

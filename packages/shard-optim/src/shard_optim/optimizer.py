@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from ddp_lite.ranks import resolve_group
 from shard_optim.bucket_layout import (
     Bucket,
+    Place,
     Placement,
     check_gradient,
     check_layout,
@@ -32,9 +34,11 @@ from shard_optim.communication import (
     resolve_communication,
 )
 from shard_optim.forward_waits import ForwardWaits
+from shard_optim.fully_sharded.own_shards import OwnShards
+from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import mesh_of_group
-from shard_optim.offload import check_offload
+from shard_optim.mesh import Mesh
+from shard_optim.offload import OffloadedOptimizer, check_offload
 from shard_optim.optimizer_class import (
     Partition,
     all_params,
@@ -48,11 +52,11 @@ from shard_optim.optimizer_class import (
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
-    check_alike,
+    check_parts,
     describe,
-    difference,
     replaced,
     say_once,
+    sharded_in,
     sharded_of,
 )
 from shard_optim.plain_state import check_full_state
@@ -84,9 +88,17 @@ class ShardedOptimizer(Optimizer):
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
+    Over the parameters of a ``FullyShardedDataParallel`` (stage 3), the model has averaged the
+    gradients and gathers the updated shards itself. What is left are two options beside the plain
+    class, which treats shards element by element: ``offload_state=True``, and ``partition="whole"``
+    for matrices. With that each matrix has an owner, which gets its values and gradients from all
+    ranks in ``step``, updates it whole, and hands the shards back; owners are balanced by the cost
+    of an orthogonalisation. Clip by the model's ``clip_grad_norm_``.
+
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs, or groups of either.
-            The same on every rank, with the same values.
+            The same on every rank, with the same values. Whole ones, or those of one
+            ``FullyShardedDataParallel``.
         optimizer_cls: the class to shard.
         process_group: the data-parallel ranks; None means the default group.
         partition: "flat" gives every rank an equal contiguous slice of each bucket, for optimizers
@@ -103,6 +115,7 @@ class ShardedOptimizer(Optimizer):
             needs ``attach(module)`` before the first step.
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
+            At stage 3 with "flat" only.
         communication: what reduce-scatters gradients and gathers parameters, in place of the
             process group's own collectives: "peer-copy" for copies between the GPUs of one host,
             or an object for the same group.
@@ -110,8 +123,11 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         RuntimeError: without a process group, or if ranks disagree (every rank raises).
-        ValueError: for an unknown partition, or one that ``optimizer_cls`` cannot work under.
+        ValueError: for an unknown partition, or one that ``optimizer_cls`` cannot work under; for
+            parameters of several models, or an option that their stage does not have.
     """
+
+    tells_origin = True
 
     def __init__(
         self,
@@ -135,7 +151,7 @@ class ShardedOptimizer(Optimizer):
         check_class(optimizer_cls, kwargs)
         if offload_state:
             check_offload(optimizer_cls, kwargs)
-        resolve_group(process_group, before="a ShardedOptimizer is made")
+        group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
         self.offload_state = offload_state
@@ -146,14 +162,15 @@ class ShardedOptimizer(Optimizer):
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
         self._collected = False
-        self._first_step_checked = False
         self._steps = 0
-        self._local = LocalOptimizer(
-            optimizer_cls,
+        make: Callable[..., Optimizer] = optimizer_cls
+        if offload_state:
+            make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
+        self._local: LocalOptimizer | OwnShards = LocalOptimizer(
+            make,
             partition=partition,
             merge=reduce_gradients and partition == "flat",
             master_dtype=master_dtype,
-            offload_state=offload_state,
             kwargs=kwargs,
         )
         check_placement(partition, bucket_size_mb)
@@ -167,9 +184,28 @@ class ShardedOptimizer(Optimizer):
             remedy='Pass partition="whole".' if partition == "flat" else None,
         )
         super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
-        self.mesh = mesh_of_group(
-            process_group, device=self.all_params()[0].device, owner="ShardedOptimizer"
-        )
+        over = sharded_in(self.param_groups)
+        self._over_shards = self._first_step_checked = over is not None
+        if over is None:
+            self.mesh = Mesh(
+                group,
+                None,
+                dist.get_process_group_ranks(group),
+                device=self.all_params()[0].device,
+                owner="ShardedOptimizer",
+            )
+        else:
+            _refuse_options(
+                process_group=process_group,
+                bucket_size_mb=bucket_size_mb,
+                master_dtype=master_dtype,
+                reduce_gradients=reduce_gradients or None,
+                overlap=overlap,
+                communication=communication,
+            )
+            self.mesh = over.ranks
+            update = OwnShards if partition == "flat" else WholeMatrices
+            self._local = update(self.param_groups, make, kwargs)
         self.ranks = self.mesh.shards
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
@@ -178,8 +214,9 @@ class ShardedOptimizer(Optimizer):
         self._reducer = None
         if reduce_gradients:
             self._reducer = GradientReducer(self._communication, self.ranks)
-        self._agree(self.param_groups)
-        self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
+        if over is None:
+            self._agree(self.param_groups)
+            self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
         self._constructed = True
 
     @property
@@ -188,9 +225,20 @@ class ShardedOptimizer(Optimizer):
         return self._placement.buckets
 
     @property
-    def local(self) -> LocalOptimizer:
+    def local(self) -> LocalOptimizer | OwnShards:
         """The optimizers over this rank's shards."""
         return self._local
+
+    def places(self) -> list[Place | None]:
+        """Where the state of each parameter lies; None for a frozen one, which has no place yet."""
+        if isinstance(self._local, OwnShards):
+            return [self._local.place_of(param) for param in self.all_params()]
+        found = {
+            index: bucket.place(position)
+            for bucket in self.buckets
+            for position, index in enumerate(bucket.indices)
+        }
+        return [found.get(index) for index in range(len(self.all_params()))]
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -226,12 +274,14 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group, first)
-            if self._constructed:
+            if self._constructed and isinstance(self._local, OwnShards):
+                self._local.add_group(group)
+            elif self._constructed:
                 self._agree([group])
         except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
-        if self._constructed:
+        if self._constructed and not self._over_shards:
             added = range(first, first + len(group["params"]))
             self._register(self._placement.place(self.param_groups, added))
 
@@ -243,11 +293,11 @@ class ShardedOptimizer(Optimizer):
                 "Pass module.parameters(), which yields tied parameters once."
             )
         for index, param in enumerate(params, start=first):
-            if (found := sharded_of(param)) is not None and not found.place.replicated:
+            if self._constructed and not self._over_shards and sharded_of(param) is not None:
                 raise ValueError(
-                    f"parameters must be whole, but {self.name_of(index)} is a shard of a "
-                    "FullyShardedDataParallel. Give shards to optimizer_cls itself, or to "
-                    "WholeMatrixOptimizer if it looks at shapes"
+                    "parameters must be whole like those of the other groups, but "
+                    f"{self.name_of(index)} is one of a FullyShardedDataParallel. Make an "
+                    "optimizer for each model."
                 )
             check_layout(param, self.name_of(index))
 
@@ -272,7 +322,8 @@ class ShardedOptimizer(Optimizer):
             self._reducer.add(added)
         if self._waits is not None:
             self._await(self._waits, added)
-        self._local.add(self.param_groups, added)
+        if isinstance(self._local, LocalOptimizer):
+            self._local.add(self.param_groups, added)
 
     # --- step ------------------------------------------------------------------------------
 
@@ -334,12 +385,11 @@ class ShardedOptimizer(Optimizer):
             self._reducer.finish()
         if not self._first_step_checked:
             self._check_first_step()
+        self.wait()
         if self._reducer is None:
-            self.wait()
             self.local.take_gradients()
-        else:
-            self.wait()
-            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
+        elif isinstance(self._local, LocalOptimizer):
+            self._local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
 
     def _check_first_step(self) -> None:
@@ -442,6 +492,11 @@ class ShardedOptimizer(Optimizer):
             ValueError: for a negative ``max_norm``, or a norm type that is not positive.
         """
         check_clipping(max_norm, norm_type)
+        if self._over_shards:
+            raise RuntimeError(
+                "gradients of a FullyShardedDataParallel must be clipped by the model, which knows "
+                "the parameters that every rank holds whole. Call clip_grad_norm_() of the model."
+            )
         return clip_sharded_(
             self.local_gradients(),
             max_norm,
@@ -505,23 +560,25 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        origin = given.get(ORIGIN)
-        problem = difference(origin, self._origin()) or self._state_problem(given)
-        version = origin.get("version") if isinstance(origin, Mapping) else None
-        check_alike(self.mesh, problem, version)
+        pair = given.get(ORIGIN), self._origin()
+        check_parts(self.mesh, [pair], self._state_problem(given))
         self.install(given["state"], given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _held(self) -> list[tuple[int, Place]]:
+        """Number and place of each parameter whose state this rank keeps a part of."""
+        places = enumerate(self.places())
+        return [(index, place) for index, place in places if place is not None and place.held]
+
     def _origin(self) -> dict[str, Any]:
         """What of each parameter this rank owns, as which rank of how many, and when."""
-        spans = {s.index: (s.span.start, s.span.length) for s in self.local.shards}
         return describe(
             rank=self.rank,
             world_size=self.world_size,
-            stage=1 if self._reducer is None else 2,
+            stage=3 if self._over_shards else 1 if self._reducer is None else 2,
             version=f"{self.mesh.name}.{self._steps}",
-            spans=spans,
+            spans={index: place.span for index, place in self._held()},
         ) | {"partition": self.partition}
 
     def _state_problem(self, state_dict: Any) -> str | None:
@@ -532,7 +589,7 @@ class ShardedOptimizer(Optimizer):
             optimizer_cls=self.optimizer_cls,
             defaults=self.defaults,
             kwargs=self.class_arguments,
-            shapes={shard.index: shard.tensor.shape for shard in self.local.shards},
+            shapes={index: place.form for index, place in self._held()},
             partition=self.partition,
             name_of=self.name_of,
         )
@@ -550,3 +607,18 @@ class ShardedOptimizer(Optimizer):
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
         self._exposed_is_current = False
+
+
+def _refuse_options(**options: Any) -> None:
+    """Refuses what the parameters of a sharded model leave nothing to choose about.
+
+    Raises:
+        ValueError: naming the first option that was given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} must be left out over the parameters of a FullyShardedDataParallel, which "
+                f"averages, gathers and casts itself, but got {value!r}. Pass it to the model, if "
+                "it has such an argument."
+            )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.bucket_layout import SHARDED, Place
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
+from shard_optim.optimizer_class import Groups, all_params
 from shard_optim.optimizer_trial import arguments_of, check_class, check_update
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
@@ -35,6 +36,9 @@ ORIGIN = "shard"
 
 # In place of an origin: what is loaded has been checked.
 CHECKED = "checked"
+
+# Attribute of an optimizer that another one steps, which tells the origin of its state.
+INSIDE = "_inside_sharded_optimizer"
 
 _REMEDY = (
     "Save the parts of all ranks by shard_optim.save(), or whole state by full_state(), and load "
@@ -64,14 +68,16 @@ def sharded_of(param: Tensor) -> Sharded | None:
     return found
 
 
+def sharded_in(groups: Groups) -> Sharded | None:
+    """Where the first parameter of a sharded model among these lies, a cut one if there is any."""
+    found = [each for each in map(sharded_of, all_params(groups)) if each is not None]
+    return next((each for each in found if not each.place.replicated), next(iter(found), None))
+
+
 def shard_ranks_of(optimizer: Optimizer) -> Ranks | None:
     """The ranks that hold the other shards of an optimizer's parameters; None if they are whole."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            found = sharded_of(param)
-            if found is not None and not found.place.replicated:
-                return found.ranks.shards
-    return None
+    found = sharded_in(optimizer.param_groups)
+    return None if found is None or found.place.replicated else found.ranks.shards
 
 
 def describe(
@@ -104,6 +110,27 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
         if name not in theirs or tuple(theirs[name]) != tuple(ours[name]):
             return f"it holds other elements of {name}"
     return None
+
+
+def check_parts(
+    ranks: Mesh, parts: Iterable[tuple[Any, Mapping[str, Any]]], problem: str | None = None
+) -> None:
+    """Compares the origins of what is loaded with this rank's own, and over the ranks. Collective.
+
+    Args:
+        ranks: that load.
+        parts: pairs of the origin of what is loaded and of this rank's.
+        problem: another reason why this rank may not load it, if there is one.
+
+    Raises:
+        ValueError: on every rank, as ``check_alike``.
+        CollectiveError: if a peer died or timed out.
+    """
+    found, version = None, None
+    for given, own in parts:
+        found = found or difference(given, own)
+        version = given.get("version") if isinstance(given, Mapping) else None
+    check_alike(ranks, found or problem, version)
 
 
 def check_alike(ranks: Mesh, problem: str | None, version: str | None) -> None:
@@ -175,14 +202,17 @@ class Watched:
         steps: that it has begun.
         groups: its number of parameter groups when it was looked at.
         sharded: of its first parameter that belongs to a sharded model.
+        tells_origin: it is a ``ShardedOptimizer``, which does so and has tried its class already.
     """
 
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
         self.steps = 0
         self.groups = len(optimizer.param_groups)
         self.sharded = sharded
-        optimizer.register_state_dict_post_hook(self._add_origin)
-        optimizer.register_load_state_dict_pre_hook(self._take_origin)
+        self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
+        if not self.tells_origin:
+            optimizer.register_state_dict_post_hook(self._add_origin)
+            optimizer.register_load_state_dict_pre_hook(self._take_origin)
 
     def origin(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The origin of the state of one parameter group."""
@@ -215,11 +245,8 @@ class Watched:
         """
         if all(origin == CHECKED for origin in origins):
             return
-        problem, version = None, None
-        for origin, group in zip(origins, optimizer.param_groups, strict=False):
-            problem = problem or difference(origin, self.origin(group))
-            version = origin.get("version") if isinstance(origin, Mapping) else None
-        check_alike(self.sharded.ranks, problem, version)
+        own = map(self.origin, optimizer.param_groups)
+        check_parts(self.sharded.ranks, zip(origins, own, strict=False))
 
 
 def _check_update(optimizer: Optimizer) -> None:
@@ -228,16 +255,16 @@ def _check_update(optimizer: Optimizer) -> None:
     Raises:
         ValueError: naming the remedy.
     """
-    if getattr(optimizer, "holds_whole_matrices", False) or shard_ranks_of(optimizer) is None:
+    if shard_ranks_of(optimizer) is None:
         return
-    cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+    cls = type(optimizer)
     check_class(cls, optimizer.defaults)
     check_update(
         cls,
         {key: value for key, value in optimizer.param_groups[0].items() if key != "params"},
         arguments_of(optimizer, cls),
         where="a FullyShardedDataParallel",
-        remedy=f"Make it by WholeMatrixOptimizer(matrices, {cls.__name__}).",
+        remedy=f'Make it by ShardedOptimizer(matrices, {cls.__name__}, partition="whole").',
     )
 
 
@@ -280,8 +307,8 @@ def watch_optimizers() -> None:
 def watched(optimizer: Optimizer) -> Watched | None:
     """What is known of an optimizer over shards; None if its parameters are no shards."""
     if optimizer not in _watched:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        found = next(filter(None, map(sharded_of, params)), None)
+        inside = hasattr(optimizer, INSIDE)
+        found = None if inside else sharded_in(optimizer.param_groups)
         _watched[optimizer] = None if found is None else Watched(optimizer, found)
     return _watched[optimizer]
 
@@ -297,7 +324,8 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "gradients are this rank's own and not averaged yet. Call step() after backward."
         )
     if known.steps == 0:
-        _check_update(optimizer)
+        if not known.tells_origin:
+            _check_update(optimizer)
         _check_choice_by_ndim(optimizer)
         # State that was loaded before the first step brought its origin into the groups.
         origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]

@@ -25,13 +25,13 @@ from torch._guards import CompileContext
 _CLIP = (
     "Call clip_grad_norm_() of the FullyShardedDataParallel instead of "
     "torch.nn.utils.clip_grad_norm_() or get_total_norm(). An optimizer that takes norms itself "
-    "needs whole matrices: make it by WholeMatrixOptimizer. For the norm of this rank's shard "
-    "alone, call detach() first."
+    'needs whole matrices: make it by ShardedOptimizer(..., partition="whole"). For the norm of '
+    "this rank's shard alone, call detach() first."
 )
 _ALONE = (
     "Call clip_grad_norm_() of the FullyShardedDataParallel to clip, ShardedGradScaler to look for "
-    "infinities, and WholeMatrixOptimizer for an optimizer that looks at more than one element. "
-    "For the result of this rank's shard alone, call detach() first."
+    'infinities, and ShardedOptimizer(..., partition="whole") for an optimizer that looks at more '
+    "than one element. For the result of this rank's shard alone, call detach() first."
 )
 _REFUSED: dict[Any, str] = {
     torch._foreach_norm: _CLIP,

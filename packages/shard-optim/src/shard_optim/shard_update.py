@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from torch.optim import Optimizer
 
 from shard_optim.bucket_layout import Bucket, Shard, flat_gradient
 from shard_optim.gradient_norm import in_dtype
-from shard_optim.offload import OffloadedOptimizer
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
 
@@ -242,12 +240,11 @@ class LocalOptimizer:
     """Updates this rank's shards with the hyperparameters of the groups of whole parameters.
 
     Args:
-        optimizer_cls: the wrapped class.
+        make: called with groups and ``kwargs``, makes an optimizer of some shards.
         partition: "flat" or "whole".
         merge: whether neighbouring shards may be updated as one tensor, which needs their
             gradients in one piece too.
         master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
-        offload_state: whether state rests in host memory.
         kwargs: for the class.
 
     Raises:
@@ -256,12 +253,11 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        optimizer_cls: type[Optimizer],
+        make: Callable[..., Optimizer],
         *,
         partition: Partition,
         merge: bool,
         master_dtype: torch.dtype | None,
-        offload_state: bool,
         kwargs: dict[str, Any],
     ) -> None:
         if master_dtype is not None and not (
@@ -273,9 +269,7 @@ class LocalOptimizer:
             )
         self.shards: list[Shard] = []
         self.step_groups: list[StepGroup] = []
-        self._make: Callable[..., Optimizer] = optimizer_cls
-        if offload_state:
-            self._make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
+        self._make = make
         self._partition = partition
         self._merge = merge
         self._master_dtype = master_dtype
@@ -443,7 +437,7 @@ class LocalOptimizer:
         found: dict[Tensor, dict[str, Any]] = {}
         for bucket in step_group.fused:
             for fused in list(step_group.fused[bucket]):
-                given = [_unshared(states.get(shard.index, {})) for shard in fused.shards]
+                given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
                 for shard, state in zip(fused.shards, given, strict=True):
                     master = state.pop(MASTER, shard.view)
                     if shard.has_master:
@@ -478,7 +472,7 @@ def _replace(items: list[Any], old: Any, new: Sequence[Any]) -> None:
     items[position : position + 1] = new
 
 
-def _unshared(state: Mapping[str, Any]) -> dict[str, Any]:
+def unshared(state: Mapping[str, Any]) -> dict[str, Any]:
     """The state with copies of its small values, such as counts, which optimizers change in place.
 
     The same state may have been loaded into another optimizer, or come from one that trains on.

@@ -10,10 +10,11 @@ stage    model                                       optimizer
 3        ``FullyShardedDataParallel``                any over its parameters
 =======  ==========================================  =============================================
 
-The table has a row for each tensor: its name, whole size and dtype, the range of its elements that
-this rank holds, the tensor that holds them, and whether it is a parameter, a buffer or a moment (an
-optimizer's state). Only this module knows how each kind of model and optimizer fills the table;
-everything that moves or stores state goes through rows. The names are the keys of a folder:
+The table has a row for each tensor: its key, whole size, the range of its elements that this rank
+holds, and the tensor that holds them. Only this module knows how each kind of model and optimizer
+fills the table; everything that moves or stores state goes through rows. A whole state in memory is
+described as a folder is, so both are compared with the table by the same code before anything
+changes. The keys say whether a tensor is a parameter, a buffer or a moment (an optimizer's state):
 
 - ``model.NAME`` and ``buffer.NAME``: parameters and persistent buffers;
 - ``state.I.elements.KEY``: one value per element of the optimizer's parameter number I;
@@ -33,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,11 +43,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
-from shard_optim.bucket_layout import Bucket, Place, flat_slice, replicated_place
+from shard_optim.bucket_layout import Place, flat_slice, replicated_place
 from shard_optim.checkpoint_files import (
     METADATA,
     Contents,
     Range,
+    check_plans,
     read_contents,
     read_ranges,
     together,
@@ -54,25 +56,20 @@ from shard_optim.checkpoint_files import (
 )
 from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
-from shard_optim.fully_sharded.whole_matrix import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.json_messages import all_gather_values
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_class import by_number, pack_groups, settings_of
-from shard_optim.origin import CHECKED, ORIGIN, sharded_of, watched
+from shard_optim.origin import CHECKED, ORIGIN, sharded_in, sharded_of, watched
 from shard_optim.plain_state import check_full_state
-from shard_optim.stored_tensor import StoredTensor, coverage
-
-Kind = Literal["parameter", "buffer", "moment"]
-Device = torch.device | None
+from shard_optim.stored_tensor import StoredTensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
     """One tensor of the state: where its elements lie, and the tensor with this rank's."""
 
-    kind: Kind
     place: Place
     tensor: Tensor
 
@@ -165,24 +162,16 @@ def load(
     check_folder(folder)
     ranks, source, state = _parts(model, optimizer)
     contents = read_contents(folder, ranks)
-    wanted: dict[str, Place] = {}
-
-    def compare() -> None:
-        if model is not None:
-            _check_model(contents, source)
-            wanted.update({key: row.place for key, row in source.items()})
-        if state is not None:
-            _check_header(contents, state)
-            wanted.update(state.stored_places(contents))
-
-    together("loading a checkpoint", ranks.shards, compare)
+    wanted = _compare(contents, model, source, state, ranks)
     spans = {key: place.span for key, place in wanted.items() if place.held}
     vectors = read_ranges(folder, contents, spans, ranks.shards)
     if state is not None:
         found = [key for key in vectors if key not in source]
         moments = {key: wanted[key].shaped(vectors.pop(key)) for key in found}
-        state.install(moments, contents.values, contents.values["header"]["param_groups"])
-    _fill(source, vectors)
+        state.install(moments, contents.values)
+    with torch.no_grad():
+        for key, vector in vectors.items():
+            source[key].tensor.copy_(source[key].place.shaped(vector))
 
 
 def full_state(
@@ -214,18 +203,11 @@ def full_state(
     ranks, source, state = _parts(model, optimizer)
     found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
 
-    def device_of(key: str) -> torch.device:
-        if key in source or state is None:
-            return source[key].tensor.device
-        return state.device(key)
+    def place_of(key: str, size: Sequence[int]) -> Place:
+        return source[key].place if state is None or key in source else state.place_of(key, size)
 
     def collect() -> None:
-        rows: dict[str, Row] = dict(source)
-        values: dict[str, Any] = {}
-        if state is not None:
-            moments, values = state.rows()
-            rows |= moments
-        found.append(_collect(rows, values, device_of, ranks.shards))
+        found.append(_collect(*_to_write(source, state, detached=False), place_of, ranks.shards))
 
     ranks.on_first_replica("collecting the whole state", collect)
     if not ranks.first:
@@ -233,7 +215,11 @@ def full_state(
     tensors, values = found[0]
     whole: dict[str, Any] = {}
     if model is not None:
-        whole["model"] = _whole_model(model, source, tensors)
+        key_of = _keys_by_tensor(source)
+        whole["model"] = {
+            name: tensors[key_of[id(value)]] if id(value) in key_of else value
+            for name, value in _state_dict_of(model).items()
+        }
     if state is not None:
         states = state.by_parameter({k: v for k, v in tensors.items() if k not in source}, values)
         whole["optimizer"] = {"state": states, "param_groups": pack_groups(state.groups)}
@@ -262,27 +248,38 @@ def load_full_state(
         CollectiveError: if a peer died or timed out.
     """
     ranks, source, target = _parts(model, optimizer)
-    problem, plan, given = None, None, dict[str, Tensor]()
+    problem, described, given = None, None, dict[str, Tensor]()
     if ranks.first:
-        problem, plan, given = _plan(state, model, source, target)
+        try:
+            described, given = _describe(state, model, source, target)
+        except ValueError as error:
+            problem = str(error)
     words = "the exchange of what is loaded"
-    problem, plan = ranks.broadcast_value(words, (problem, plan))
+    problem, described = ranks.broadcast_value(words, (problem, described))
     if problem is not None:
         raise ValueError(
             "a full state dict must be of this model and optimizer class on the first rank, but "
             f"{problem}. Load what was saved from them, with the same groups of parameters."
         )
-    if target is not None:
-        entries, values, groups = plan
-        moments: dict[str, Tensor] = {}
-        for key, (dtype, size) in entries.items():
-            place = target.place_of(key, size)
-            vector = _hand_out(key, given.get(key), dtype, place, ranks, target.device(key))
-            if place.held:
+    kinds, values = described
+    tensors = {
+        key: StoredTensor(dtype=dtype, shape=size, parts=()) for key, (dtype, size) in kinds.items()
+    }
+    contents = Contents(tensors=tensors, values=values, identity="")
+    wanted = _compare(contents, model, source, target, ranks)
+    moments: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for key in [key for key in wanted if key not in source]:
+            place = wanted[key]
+            vector = _hand_out(key, given.get(key), tensors[key].dtype, place, ranks)
+            if place.held and target is not None:
                 moments[key] = place.shaped(vector.to(target.resting or vector.device))
-    _stream(source, given, ranks)
+        for key, row in source.items():
+            vector = _hand_out(key, given.get(key), row.tensor.dtype, row.place, ranks)
+            row.tensor.copy_(row.place.shaped(vector))
+            del vector  # before the next one takes memory
     if target is not None:
-        target.install(moments, values, groups)
+        target.install(moments, values)
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -297,12 +294,11 @@ def _model_rows(model: nn.Module | None, rank: int) -> dict[str, Row]:
     for name, param in module.named_parameters():
         found = sharded_of(param)
         place = replicated_place(name, param, rank) if found is None else found.place
-        rows[f"model.{name}"] = Row(kind="parameter", place=place, tensor=param)
+        rows[f"model.{name}"] = Row(place=place, tensor=param)
     persistent = _state_dict_of(model)
     for name, buffer in module.named_buffers():
         if name in persistent:
-            place = replicated_place(name, buffer, rank)
-            rows[f"buffer.{name}"] = Row(kind="buffer", place=place, tensor=buffer)
+            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer, rank), tensor=buffer)
     return rows
 
 
@@ -325,41 +321,10 @@ def _keys_by_tensor(source: Mapping[str, Row]) -> dict[int, str]:
     return {id(row.tensor): key for key, row in source.items()}
 
 
-def _whole_model(
-    model: nn.Module, source: Mapping[str, Row], tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """The plain module's state dict."""
-    key_of = _keys_by_tensor(source)
-    return {
-        name: tensors[key_of[id(value)]] if id(value) in key_of else value
-        for name, value in _state_dict_of(model).items()
-    }
-
-
-def _model_problem(given: Any, model: nn.Module, source: Mapping[str, Row]) -> str | None:
-    """How a state dict differs from the model's, or None."""
-    if not isinstance(given, Mapping):
-        return f"got {type(given).__name__}"
-    key_of = _keys_by_tensor(source)
-    names = _state_dict_of(model)
-    for name, value in names.items():
-        if id(value) not in key_of:
-            continue
-        if name not in given:
-            return f"{name} is missing"
-        if not isinstance(given[name], Tensor) or given[name].is_meta:
-            return f"{name} is no tensor with values, but {type(given[name]).__name__}"
-        size = source[key_of[id(value)]].place.size
-        if given[name].shape != size:
-            return f"{name} has shape {tuple(given[name].shape)} where {tuple(size)} is due"
-    extra = next((name for name in given if name not in names), None)
-    return None if extra is None else f"it holds {extra}, which the model does not"
-
-
 def _check_model(contents: Contents, source: Mapping[str, Row]) -> None:
     """Raises unless a folder holds exactly the model's tensors, in its sizes and dtypes."""
     of_model = [key for key in contents.tensors if key.startswith(("model.", "buffer."))]
-    if not of_model:
+    if not of_model and "header" in contents.values:
         raise ValueError(
             "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
             "from it, without model=."
@@ -372,37 +337,20 @@ def _check_model(contents: Contents, source: Mapping[str, Row]) -> None:
     for key, row in source.items():
         if key not in contents.tensors:
             raise ValueError(
-                f"the checkpoint must hold {key}, but it does not. Load one of the same model."
+                f"the checkpoint must hold {key}, but {key} is missing. Load one of the same model."
             )
         stored, size = contents.tensors[key], row.place.size
         # Folders without contents.json give parameters as vectors.
         if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
             raise ValueError(
-                f"the checkpoint must be of the same model, but {key} has shape {stored.shape} in "
-                f"it, here {tuple(size)}. Load another checkpoint."
+                f"the checkpoint must be of the same model, but {key} has shape "
+                f"{tuple(stored.shape)} in it, here {tuple(size)}. Load another checkpoint."
             )
         if stored.dtype != row.tensor.dtype:
             raise ValueError(
                 f"the checkpoint must have the model's dtypes, but {key} is {stored.dtype} in it, "
                 f"here {row.tensor.dtype}. Make the model in the dtype that it was saved in."
             )
-
-
-@torch.no_grad()
-def _fill(source: Mapping[str, Row], vectors: Mapping[str, Tensor]) -> None:
-    for key, row in source.items():
-        if key in vectors:
-            row.tensor.copy_(row.place.shaped(vectors[key]))
-
-
-@torch.no_grad()
-def _stream(source: Mapping[str, Row], given: Mapping[str, Tensor], ranks: Mesh) -> None:
-    """Loads the model's tensors from the first rank, one after the other."""
-    for key, row in source.items():
-        tensor, place = row.tensor, row.place
-        vector = _hand_out(key, given.get(key), tensor.dtype, place, ranks, tensor.device)
-        tensor.copy_(place.shaped(vector))
-        del vector  # before the next one takes memory
 
 
 # --- optimizers ------------------------------------------------------------------------------
@@ -426,20 +374,13 @@ class OptimizerState:
         self._optimizer = optimizer
         self.groups = optimizer.param_groups
         self.params = [param for group in self.groups for param in group["params"]]
-        self.resting: Device = None
+        self.resting: torch.device | None = None
         self._cls = getattr(optimizer, "optimizer_cls", type(optimizer))
         self.places: list[Place | None]
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
             self.resting = torch.device("cpu") if optimizer.offload_state else None
-            found = {
-                index: _place_in_bucket(bucket, position)
-                for bucket in optimizer.buckets
-                for position, index in enumerate(bucket.indices)
-            }
-            self.places = [found.get(index) for index in range(len(self.params))]
-        elif isinstance(optimizer, WholeMatrixOptimizer):
-            self.places = [optimizer.place_of(param) for param in self.params]
+            self.places = optimizer.places()
         else:
             self.places = []
             for index, param in enumerate(self.params):
@@ -471,8 +412,6 @@ class OptimizerState:
     def problem(self, state_dict: Any) -> str | None:
         """Why a plain optimizer's state dict does not fit, or None."""
         sharded = self._optimizer if isinstance(self._optimizer, ShardedOptimizer) else None
-        whole = isinstance(self._optimizer, WholeMatrixOptimizer)
-        whole = whole or (sharded is not None and sharded.partition == "whole")
         return check_full_state(
             state_dict,
             self.groups,
@@ -481,7 +420,7 @@ class OptimizerState:
             kwargs={} if sharded is None else sharded.class_arguments,
             shapes={index: torch.Size(shape) for index, shape in enumerate(self.shapes)},
             frozen=[index for index, place in enumerate(self.places) if place is None],
-            partition="whole" if whole else "flat",
+            partition="flat" if sharded is None else sharded.partition,
             name_of=self.name_of,
         )
 
@@ -498,31 +437,50 @@ class OptimizerState:
         Raises:
             ValueError: if a shard has state that is neither one value nor one per element.
         """
-        rows: dict[str, Row] = {}
+        tensors, values = self.split(self._states(), whole=False)
+        rows = {
+            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
+            for key, tensor in tensors.items()
+        }
+        return rows, values
+
+    def split(
+        self, states: Mapping[int, Mapping[str, Any]], *, whole: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The moments in states by parameter number, and their small values by keys of a folder.
+
+        Args:
+            states: of whole parameters, or of what this rank holds of them.
+            whole: which of these.
+
+        Raises:
+            ValueError: if a shard has state that is neither one value nor one per element.
+        """
+        tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        for index, state in self._states().items():
+        for index, state in states.items():
             place = self.places[index]
             assert place is not None
+            form = place.size if whole else place.form
             small = values.setdefault(f"state.{index}.values", {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and _per_element(value, place.form, place):
-                    name = f"state.{index}.elements.{key}"
-                    rows[name] = Row(kind="moment", place=place, tensor=value)
-                elif not isinstance(value, Tensor) or value.numel() <= 1:
+                if not isinstance(value, Tensor):
+                    small[key] = copy.deepcopy(value)
+                # One value of a single number is small, except where only one rank has it.
+                elif value.shape == form and (value.ndim > 0 or not place.replicated):
+                    tensors[f"state.{index}.elements.{key}"] = value
+                elif value.numel() <= 1:
                     # Copied, because the next step may change it in place while it is written.
-                    kept = value.detach().cpu() if isinstance(value, Tensor) else value
-                    small[key] = copy.deepcopy(kept)
-                elif place.whole_here:
-                    of_tensor = _beside(place, value.size())
-                    name = f"state.{index}.tensor.{key}"
-                    rows[name] = Row(kind="moment", place=of_tensor, tensor=value)
+                    small[key] = value.detach().to("cpu", copy=True)
+                elif whole or place.whole_here:
+                    tensors[f"state.{index}.tensor.{key}"] = value
                 else:
                     raise ValueError(
                         "an optimizer of shards must keep one value per element or one per "
                         f"parameter, but got {key!r} of shape {tuple(value.shape)} for a shard of "
-                        f"{tuple(place.form)}. Use an optimizer that treats every element alike."
+                        f"{tuple(form)}. Use an optimizer that treats every element alike."
                     )
-        return rows, values
+        return tensors, values
 
     def place_of(self, key: str, size: Sequence[int]) -> Place:
         """Where a moment lies, by its key in a folder and, if it is no moment per element, size."""
@@ -531,47 +489,62 @@ class OptimizerState:
         assert place is not None
         return place if kind == "elements" else _beside(place, torch.Size(size))
 
-    def stored_places(self, contents: Contents) -> dict[str, Place]:
-        """Where each moment of a folder lies here.
+    def places_in(self, contents: Contents) -> dict[str, Place]:
+        """Where each moment of a description lies here.
 
         Raises:
-            ValueError: if the folder has state of parameters that are not here, or of other sizes.
+            ValueError: if it is of another class, of other groups or of other parameters.
         """
+        if "header" not in contents.values:
+            raise ValueError(
+                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+                "from it, without optimizer=."
+            )
+        remedy = "Load it into the optimizer that it was saved from."
+        if problem := self._header_problem(contents.values["header"]):
+            raise ValueError(
+                f"a checkpoint must be of this model and optimizer class, but {problem}. {remedy}"
+            )
         found = {}
         for key, stored in contents.tensors.items():
             if not key.startswith("state."):
                 continue
-            index, kind = self._checked_key(key, stored)
-            place = self.place_of(key, stored.shape)
-            if kind == "tensor" and not place.whole_here:
+            parts = key.split(".", 3)
+            known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
+            index = int(parts[1]) if known else -1
+            if not known or index >= len(self.places) or self.places[index] is None:
+                raise ValueError(
+                    f"the checkpoint must hold state of this optimizer's {len(self.places)} "
+                    f"trainable parameters only, but it holds {key} of shape {stored.shape}. "
+                    f"{remedy}"
+                )
+            place = found[key] = self.place_of(key, stored.shape)
+            if place.held and not place.whole_here and parts[2] == "tensor":
                 raise ValueError(
                     "the checkpoint must keep one value per element or one per parameter, but got "
-                    f"{key}. Load it into the optimizer that it was saved from."
+                    f"{key}. {remedy}"
                 )
-            size = self.shapes[index]
-            if kind == "elements" and stored.numel != torch.Size(size).numel():
+            if stored.numel != place.size.numel():
                 raise ValueError(
-                    f"the checkpoint must hold {torch.Size(size).numel()} elements under {key}, "
-                    f"but it holds {stored.numel}. Load it into the optimizer that it was saved "
-                    "from."
+                    f"the checkpoint must hold {place.size.numel()} elements under {key}, but it "
+                    f"holds {stored.numel}. {remedy}"
                 )
-            found[key] = place
         return found
 
-    def _checked_key(self, key: str, stored: StoredTensor) -> tuple[int, str]:
-        parts = key.split(".", 3)
-        known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
-        index = int(parts[1]) if known else -1
-        if not known or index >= len(self.places) or self.places[index] is None:
-            raise ValueError(
-                f"the checkpoint must hold state of this optimizer's {len(self.places)} trainable "
-                f"parameters only, but it holds {key} of shape {stored.shape}. Load it into the "
-                "optimizer that it was saved from."
-            )
-        return index, parts[2]
+    def _header_problem(self, header: Mapping[str, Any]) -> str | None:
+        """How the class, groups or shapes of a description differ, or None."""
+        ours = self.header()
+        if header["optimizer"] != ours["optimizer"]:
+            return f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
+        if problem := self.problem({"state": {}, "param_groups": header["param_groups"]}):
+            return problem
+        for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
+            if tuple(saved) != shape:
+                return f"{self.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
+        return None
 
     def by_parameter(
-        self, moments: Mapping[str, Any], values: Mapping[str, Any]
+        self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
     ) -> dict[int, dict[str, Any]]:
         """State by parameter number and key, from moments and small values by their keys."""
         states: dict[int, dict[str, Any]] = {}
@@ -584,24 +557,14 @@ class OptimizerState:
             states.setdefault(int(index), {})[name] = value
         return dict(sorted(states.items()))
 
-    def device(self, key: str) -> torch.device:
-        """Where the parameter of a moment is."""
-        device: torch.device = self.params[int(key.split(".", 2)[1])].device
-        return device
-
-    def install(
-        self,
-        moments: Mapping[str, Tensor],
-        values: Mapping[str, Any],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Replaces this rank's state and the hyperparameters: the end of every load.
 
         Args:
             moments: the tensors that this rank keeps, by key.
-            values: small values of all parameters, by ``state.I.values``.
-            groups: hyperparameters of each group.
+            values: the header, and small values of all parameters, by ``state.I.values``.
         """
+        groups = values["header"]["param_groups"]
         states = {
             index: state
             for index, state in self.by_parameter(moments, values).items()
@@ -618,34 +581,6 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": states, "param_groups": packed})
 
 
-def _per_element(value: Tensor, size: Sequence[int], place: Place) -> bool:
-    """Whether a piece of state has one value for each element of what ``size`` is the size of.
-
-    One value of a single number is small, except where only one rank has it.
-    """
-    return tuple(value.shape) == tuple(size) and (value.ndim > 0 or not place.replicated)
-
-
-def _place_in_bucket(bucket: Bucket, position: int) -> Place:
-    """Where a parameter of a ``ShardedOptimizer`` lies."""
-    param = bucket.params[position]
-    shard = next((s for s in bucket.shards if s.index == bucket.indices[position]), None)
-
-    def span_of(rank: int) -> tuple[int, int] | None:
-        span = bucket.plan.span(position, rank)
-        return None if span is None else (span.start, span.length)
-
-    return Place(
-        name=bucket.names[position],
-        size=param.size(),
-        stride=param.stride(),
-        span_of=span_of,
-        replicated=False,
-        rank=bucket.rank,
-        form=torch.Size([0]) if shard is None else shard.tensor.size(),
-    )
-
-
 def _beside(place: Place, size: torch.Size) -> Place:
     """Where a tensor of another size lies that belongs to a parameter with one owner."""
     numel = size.numel()
@@ -658,31 +593,6 @@ def _beside(place: Place, size: torch.Size) -> Place:
         rank=place.rank,
         form=size if place.whole_here else torch.Size([0]),
     )
-
-
-def _check_header(contents: Contents, state: OptimizerState) -> None:
-    """Raises unless a folder's optimizer is of the same class, groups and shapes."""
-    if "header" not in contents.values:
-        raise ValueError(
-            "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-            "from it, without optimizer=."
-        )
-    header, ours = contents.values["header"], state.header()
-    problem = None
-    if header["optimizer"] != ours["optimizer"]:
-        problem = f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
-    problem = problem or state.problem({"state": {}, "param_groups": header["param_groups"]})
-    if problem is None:
-        shapes = zip(header["shapes"], ours["shapes"], strict=True)
-        for index, (saved, shape) in enumerate(shapes):
-            if tuple(saved) != shape:
-                problem = f"{state.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
-                break
-    if problem is not None:
-        raise ValueError(
-            "a checkpoint must be of this model and optimizer class, but "
-            f"{problem}. Load it into the optimizer that it was saved from."
-        )
 
 
 # --- both ------------------------------------------------------------------------------------
@@ -712,8 +622,6 @@ def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerS
                 f"{len(foreign)} others. Make it from the wrapper's parameters()."
             )
     rank = ranks.shards.rank
-    if isinstance(optimizer, ShardedOptimizer):
-        optimizer.wait()
     state = None if optimizer is None else OptimizerState(optimizer, rank)
     return ranks, _model_rows(model, rank), state
 
@@ -725,8 +633,7 @@ def _ranks_of(model: Any, optimizer: Any) -> Mesh:
     if not shards and isinstance(optimizer, ShardedOptimizer):
         return optimizer.mesh
     if not shards and model is None and optimizer is not None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        found = next((of for of in map(sharded_of, params) if of is not None), None)
+        found = sharded_in(optimizer.param_groups)
         if found is not None:
             return found.ranks
     if model is None and optimizer is not None:
@@ -766,7 +673,8 @@ def _to_write(
     ranges = {}
     for key, row in rows.items():
         first, count = row.place.span
-        if count > 0 and (not row.place.replicated or row.place.rank == 0):
+        one_of_several = row.place.replicated and row.place.rank > 0
+        if row.place.held and not one_of_several and (count or not row.place.size.numel()):
             vector = row.place.flat(row.tensor)
             vector = vector.to("cpu", copy=True) if detached else vector
             ranges[key] = Range(values=vector, first=first, shape=tuple(row.place.size))
@@ -774,61 +682,37 @@ def _to_write(
 
 
 def _collect(
-    rows: Mapping[str, Row],
+    ranges: Mapping[str, Range],
     values: Mapping[str, Any],
-    device_of: Callable[[str], torch.device],
+    place_of: Callable[[str, Sequence[int]], Place],
     ranks: Ranks,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-    described = {
-        key: (row.tensor.dtype, row.place.size, row.place.stride, *row.place.span)
-        for key, row in rows.items()
-    }
-    kind = "model" if all(key.startswith(("model.", "buffer.")) for key in rows) else "optimizer"
+    described = {key: part.described for key, part in ranges.items()}
+    kind = "optimizer" if "header" in values else "model"
     words = f"the exchange of {kind} state descriptions"
     everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
-    holders: dict[str, list[tuple[int, int, int]]] = {}
-    kinds: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
+    check_plans([theirs for theirs, _ in everyone])
+    tensors: dict[str, Tensor] = {}
     merged: dict[str, Any] = {}
     for rank, (theirs, small) in enumerate(everyone):
         merged = {**small, **merged}
-        for key, (dtype, size, stride, first, count) in theirs.items():
-            kinds.setdefault(key, (dtype, size, stride))
-            spans = holders.setdefault(key, [])
-            # What several ranks hold whole is taken once.
-            if count and (not spans or spans[-1][1] + spans[-1][2] == first):
-                spans.append((rank, first, count))
-    tensors: dict[str, Tensor] = {}
-    for key, spans in holders.items():
-        dtype, size, stride = kinds[key]
-        if problem := coverage(size.numel(), [(first, count) for _, first, count in spans]):
-            raise ValueError(
-                f"the ranks must hold every element of {key} exactly once, but {problem}. Step the "
-                "optimizer on every rank, or on none"
-            )
-        flat = torch.empty(size.numel() if ranks.rank == 0 else 0, dtype=dtype, device="cpu")
-        device = _sending_device(device_of(key), ranks)
-        for rank, first, count in spans:
-            own = rows[key].place.flat(rows[key].tensor) if rank == ranks.rank else None
-            target = flat[first : first + count] if ranks.rank == 0 else None
-            ranks.call(f"collecting {key}", _move, own, target, rank, 0, device, ranks.group)
-        if ranks.rank == 0:
-            tensors[key] = flat.as_strided(size, stride)
+        for key, (dtype, shape, first, count) in theirs.items():
+            target = None
+            if ranks.rank == 0:
+                if key not in tensors:
+                    place = place_of(key, shape)
+                    tensors[key] = torch.empty_strided(
+                        place.size, place.stride, dtype=dtype, device="cpu"
+                    )
+                target = tensors[key].as_strided((count,), (1,), first)
+            own = ranges[key].values if rank == ranks.rank else None
+            ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
     return tensors, merged
 
 
-def _sending_device(device: torch.device, ranks: Ranks) -> torch.device:
-    """Where a tensor of ``device`` must lie to be sent or received: gloo takes host memory only."""
-    return torch.device("cpu") if backend_for(ranks.group, device) == "gloo" else device
-
-
 def _move(
-    sent: Tensor | None,
-    received: Tensor | None,
-    owner: int,
-    receiver: int,
-    at: torch.device,
-    group: Any,
+    sent: Tensor | None, received: Tensor | None, owner: int, receiver: int, ranks: Ranks
 ) -> None:
     """Copies part of a tensor from one rank to another; other ranks have neither end.
 
@@ -837,84 +721,99 @@ def _move(
         received: takes it, on the receiver.
         owner: rank of the part.
         receiver: rank that takes it.
-        at: where tensors must lie to travel.
-        group: of both ranks.
+        ranks: both are among them.
     """
+    # gloo takes host memory only.
+    on_host = backend_for(ranks.group, ranks.device) == "gloo"
+    at = torch.device("cpu") if on_host else ranks.device
     if sent is not None and received is not None:
         received.copy_(sent)
     elif sent is not None:
         travels = as_sent(sent.to(at, copy=False).contiguous())
-        finish(dist.isend(travels, group=group, group_dst=receiver))
+        finish(dist.isend(travels, group=ranks.group, group_dst=receiver))
     elif received is not None:
         arrived = torch.empty_like(received, device=at)
-        finish(dist.irecv(as_sent(arrived), group=group, group_src=owner))
+        finish(dist.irecv(as_sent(arrived), group=ranks.group, group_src=owner))
         received.copy_(arrived)
 
 
-def _plan(
+def _describe(
     given: Any,
     model: nn.Module | None,
     source: Mapping[str, Row],
     target: OptimizerState | None,
-) -> tuple[str | None, Any, dict[str, Tensor]]:
-    """What is wrong with a whole state, or what every rank must know of its optimizer.
+) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
+    """A whole state as a folder would hold it.
 
     Returns:
-        The problem, or the moments' dtypes and sizes, the small values, and the hyperparameters;
-        and all tensors by the keys of a folder.
+        The description, which is dtypes and sizes by key, and values by key; and all tensors.
+
+    Raises:
+        ValueError: if it is no such state, or of another optimizer.
     """
     if not isinstance(given, Mapping):
-        return f"got {type(given).__name__}", None, {}
+        raise ValueError(f"got {type(given).__name__}")
     for name, asked in (("model", model), ("optimizer", target)):
         if asked is not None and name not in given:
-            return f"it holds no {name!r}, only {sorted(map(str, given))[:8]}", None, {}
+            raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
     tensors: dict[str, Tensor] = {}
-    if model is not None:
-        if problem := _model_problem(given["model"], model, source):
-            return problem, None, {}
-        key_of = _keys_by_tensor(source)
-        for name, value in _state_dict_of(model).items():
-            if id(value) in key_of:
-                tensors[key_of[id(value)]] = given["model"][name]
-    if target is None:
-        return None, None, tensors
-    if problem := target.problem(given["optimizer"]):
-        return problem, None, {}
-    moments, values = _split(given["optimizer"], target)
-    entries = {key: (value.dtype, value.size()) for key, value in moments.items()}
-    groups = [settings_of(group) for group in given["optimizer"]["param_groups"]]
-    return None, (entries, values, groups), tensors | moments
-
-
-def _split(
-    state_dict: Mapping[str, Any], target: OptimizerState
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The moments of a plain optimizer's state dict, and its small values."""
-    moments: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    for index, state in by_number(state_dict).items():
-        place = target.places[index]
-        assert place is not None
-        small = values[f"state.{index}.values"] = {}
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                small[key] = value
-            elif _per_element(value, target.shapes[index], place):
-                moments[f"state.{index}.elements.{key}"] = value
-            elif value.numel() > 1:
-                moments[f"state.{index}.tensor.{key}"] = value
-            else:
-                small[key] = value.detach().cpu()
-    return moments, values
+    if model is not None:
+        if not isinstance(given["model"], Mapping):
+            raise ValueError(f"got {type(given['model']).__name__} as its model")
+        key_of = _keys_by_tensor(source)
+        own = _state_dict_of(model)
+        for name, value in given["model"].items():
+            if name not in own:
+                raise ValueError(f"it holds {name}, which the model does not")
+            if id(own[name]) not in key_of:
+                continue  # no tensor, such as a module's extra state
+            if not isinstance(value, Tensor) or value.is_meta:
+                raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
+            tensors[key_of[id(own[name])]] = value
+    # Values are copied into the model's dtype, as load_state_dict() does.
+    kinds = {
+        key: (source[key].tensor.dtype if key in source else value.dtype, value.size())
+        for key, value in tensors.items()
+    }
+    if target is not None:
+        if problem := target.problem(given["optimizer"]):
+            raise ValueError(problem)
+        moments, values = target.split(by_number(given["optimizer"]), whole=True)
+        groups = [dict(group) for group in given["optimizer"]["param_groups"]]
+        values["header"] = target.header() | {"param_groups": groups}
+        kinds |= {key: (value.dtype, value.size()) for key, value in moments.items()}
+        tensors |= moments
+    return (kinds, values), tensors
+
+
+def _compare(
+    contents: Contents,
+    model: nn.Module | None,
+    source: Mapping[str, Row],
+    state: OptimizerState | None,
+    ranks: Mesh,
+) -> dict[str, Place]:
+    """Where each tensor of a description lies here, which must be of this model and optimizer.
+
+    Raises:
+        ValueError: on every rank, if it is of others.
+    """
+    wanted: dict[str, Place] = {}
+
+    def compare() -> None:
+        if model is not None:
+            _check_model(contents, source)
+            wanted.update({key: row.place for key, row in source.items()})
+        if state is not None:
+            wanted.update(state.places_in(contents))
+
+    together("loading a checkpoint", ranks.shards, compare)
+    return wanted
 
 
 def _hand_out(
-    key: str,
-    whole: Tensor | None,
-    dtype: torch.dtype,
-    place: Place,
-    ranks: Mesh,
-    device: torch.device,
+    key: str, whole: Tensor | None, dtype: torch.dtype, place: Place, ranks: Mesh
 ) -> Tensor:
     """This rank's elements of a tensor that the first rank has, as a vector. Collective.
 
@@ -924,27 +823,25 @@ def _hand_out(
         dtype: to hand it out in.
         place: which rank gets which elements.
         ranks: that get some.
-        device: of the tensor that the elements are for.
     """
     words, shards = f"distributing {key}", ranks.shards
     flat = None
     if whole is not None:
         flat = flat_slice(whole, place.size, place.stride, 0, place.size.numel())
     if place.replicated:
-        values = torch.empty(place.size.numel(), dtype=dtype, device=device)
+        values = torch.empty(place.size.numel(), dtype=dtype, device=shards.device)
         if flat is not None:
             values.copy_(flat)
         ranks.broadcast(words, values)
         return values
-    at = _sending_device(device, shards)
-    mine = torch.empty(place.span[1], dtype=dtype, device=device)
+    mine = torch.empty(place.span[1], dtype=dtype, device=shards.device)
     if ranks.first_replica:
         for rank in range(shards.size):
             first, count = place.span_of(rank) or (0, 0)
             part = None if flat is None else flat[first : first + count].to(dtype)
             target = mine if rank == shards.rank else None
             if count:
-                shards.call(words, _move, part, target, 0, rank, at, shards.group)
+                shards.call(words, _move, part, target, 0, rank, shards)
     if mine.numel():
         ranks.broadcast_to_replicas(words, mine)
     return mine

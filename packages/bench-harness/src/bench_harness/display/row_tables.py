@@ -2,25 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from bench_harness.core import Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-#: Displayed name of the statistics that ``stats.with_summary`` adds.
-STATISTICS = {
-    "median_ms": "median (ms)",
-    "mean_ms": "mean (ms)",
-    "std_ms": "std (ms)",
-    "ci_low_ms": "95 % low (ms)",
-    "ci_high_ms": "95 % high (ms)",
-    "n": "samples (count)",
-    "outliers": "outliers (count)",
-    "unstable": "unstable",
-    "too_short": "too short",
-}
+#: Columns that several experiments show.
+COMMON = (
+    Column("model", "model"),
+    Column("size", "size"),
+    Column("batch", "batch"),
+    Column("sequence", "sequence", "tokens"),
+    Column("precision", "precision"),
+    Column("variant", "variant"),
+    Column("phase", "phase"),
+    Column("world_size", "world size", "ranks"),
+    Column("median_ms", "median", "ms"),
+    Column("mean_ms", "mean", "ms"),
+    Column("std_ms", "std", "ms"),
+    Column("ci_low_ms", "95 % low", "ms"),
+    Column("ci_high_ms", "95 % high", "ms"),
+    Column("n", "samples", "count"),
+    Column("outliers", "outliers", "count"),
+    Column("unstable", "unstable"),
+    Column("too_short", "too short"),
+    Column("tflop_s", "TFLOP/s"),
+    Column("mfu", "MFU", "%"),
+    Column("intensity", "intensity", "FLOP/byte"),
+    Column("roof_ms", "roofline", "ms"),
+    Column("roof_share", "of the roofline", "%"),
+    Column("bound", "limit"),
+    Column("clock_mhz", "clock", "MHz"),
+    Column("ran", "attention that ran"),
+    Column("missed", "prediction missed"),
+    Column("status", "status"),
+)
+#: Keys that ``stats.with_summary`` and ``roofline.with_roofline`` add.
+STATISTICS = "median_ms mean_ms std_ms ci_low_ms ci_high_ms n outliers unstable too_short"
+ROOFLINE = "intensity roof_ms roof_share bound clock_mhz"
+
+
+class Columns:
+    """The columns of one experiment, from which all of its tables are made.
+
+    Args:
+        own: beside, or instead of, those of :data:`COMMON`.
+        digits: of all of them; None leaves to each its own.
+    """
+
+    def __init__(self, *own: Column, digits: int | None = None) -> None:
+        every = {column.key: column for column in (*COMMON, *own)}
+        if digits is not None:
+            every = {key: dataclasses.replace(each, digits=digits) for key, each in every.items()}
+        self._known = every
+
+    def __getitem__(self, key: str) -> Column:
+        return self._known[key]
+
+    def table(
+        self,
+        title: str,
+        rows: pd.DataFrame,
+        keys: str,
+        note: str = "",
+        headings: Mapping[str, str] = MappingProxyType({}),
+    ) -> Table:
+        """The columns that exist and hold anything, with their headings, in the given order.
+
+        Args:
+            keys: with spaces between them.
+            headings: by key, where this table has another, or where rows name the column.
+        """
+        asked = [self[key] for key in keys.split()]
+        names = {column.key: column.heading for column in asked} | dict(headings)
+        digits = dict.fromkeys(names, max(4, *(each.digits for each in asked)))
+        digits |= {column.key: column.digits for column in asked}
+        return Table(title, columns(rows, names, digits=digits), note)
 
 
 def finished(rows: pd.DataFrame) -> pd.DataFrame:
@@ -45,7 +108,9 @@ def lengths(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def columns(rows: pd.DataFrame, names: Mapping[str, str], *, digits: int = 4) -> pd.DataFrame:
+def columns(
+    rows: pd.DataFrame, names: Mapping[str, str], *, digits: int | Mapping[str, int] = 4
+) -> pd.DataFrame:
     """The columns in ``names`` that exist and hold anything, renamed, in that order.
 
     Numbers are rounded to ``digits`` significant digits; integers stay whole.
@@ -54,7 +119,8 @@ def columns(rows: pd.DataFrame, names: Mapping[str, str], *, digits: int = 4) ->
     frame = rows[present].reset_index(drop=True)
     for name in present:
         if frame[name].dtype.kind == "f":
-            frame[name] = _rounded(frame[name], digits)
+            own = digits if isinstance(digits, int) else digits[name]
+            frame[name] = _rounded(frame[name], own)
     return frame.rename(columns={name: names[name] for name in present})
 
 
@@ -64,6 +130,23 @@ def _rounded(series: pd.Series[Any], digits: int) -> pd.Series[Any]:
     if (series.dropna() % 1 == 0).all():
         return series.astype(pd.Int64Dtype())  # whole numbers that empty cells made floating
     return series.map(lambda value: float(f"{value:.{digits}g}") if pd.notna(value) else value)
+
+
+def entries(rows: pd.DataFrame, name: str, keep: str) -> pd.DataFrame:
+    """One line per entry of the lists in a column, with some other columns of its row.
+
+    Args:
+        keep: keys of those, with spaces between them.
+    """
+    import pandas as pd
+
+    kept = [key for key in keep.split() if key in rows]
+    return pd.DataFrame(
+        {**{key: row[key] for key in kept}, **entry}
+        for _, row in rows.iterrows()
+        if isinstance(row[name], list)
+        for entry in row[name]
+    )
 
 
 def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame]]:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure as MatplotlibFigure
 
     from basics_model.sizes import SizeName
 
+_COLUMNS = row_tables.Columns(
+    Column("variant", "size"),
+    Column("parameters", "parameters", "count"),
+    Column("forward_gflop", "forward", "GFLOP", 6),
+    Column("step_gflop", "training step", "GFLOP", 6),
+    Column("parameter_gb", "parameters", "GB", 6),
+    Column("gradient_gb", "gradients", "GB", 6),
+    Column("state_gb", "optimizer state", "GB", 6),
+    Column("sharded_state_gb", "sharded state per rank", "GB", 6),
+    Column("residual_mib", "residual stream", "MiB", 6),
+    Column("traffic_gb", "sent per rank and step", "GB", 6),
+    Column("value", "value", "in unit", 6),
+    Column("unit", "unit"),
+    Column("derivation", "derivation"),
+)
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 
 
@@ -32,6 +46,11 @@ class Options:
     batch: int = option(4, "Sequences per batch.")
     world_size: int = option(2, "Data-parallel ranks.")
     coursework: bool = option(False, "Also calculate the course's mesh problem.")
+    mesh: dict[str, Any] | None = option(  # noqa: RUF009 - its default is None
+        None,
+        "Also calculate a mesh problem of your own: data, fsdp and tensor (ranks), tokens, "
+        "bandwidth (bytes/s), flops, d_model, d_ff, num_blocks, matrices, fsdp_axes, tensor_axes.",
+    )
 
 
 class Accounting(Experiment):
@@ -41,17 +60,22 @@ class Accounting(Experiment):
     summary: ClassVar[str] = "Parameters, FLOPs, bytes and communication, derived"
     guide: ClassVar[str] = (
         "Calculates, and measures nothing: parameters, operations, bytes and communication of "
-        "the named sizes; with --coursework also the course's mesh problem, derived step by step."
+        "the named sizes; with --coursework or --mesh also a mesh problem, derived step by step."
     )
     examples: ClassVar[tuple[str, ...]] = (
         "accounting",
         "accounting --sizes xl --world-size 8",
+        "accounting --mesh 'fsdp = 16, tensor = 4, tokens = 65536, matrices = 3'",
     )
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
         """One case."""
         chosen = Options(**options)
+        if chosen.mesh is not None:
+            from bench_harness.mesh_accounting import described
+
+            described(chosen.mesh)
         return [
             Case(
                 experiment=self.name,
@@ -61,6 +85,7 @@ class Accounting(Experiment):
                     "sequence": _SEQUENCE,
                     "world_size": chosen.world_size,
                     "coursework": chosen.coursework,
+                    **({} if chosen.mesh is None else {"mesh": chosen.mesh}),
                     "device_gb": _DEVICE_GB,
                     "shard_device_gb": _SHARD_DEVICE_GB,
                     "label": "accounting",
@@ -73,9 +98,14 @@ class Accounting(Experiment):
         progress("calculating")
         config = case.config
         sizes = [size_row(name, config) for name in config["sizes"]]
-        if not config["coursework"]:
+        given = config.get("mesh", {} if config["coursework"] else None)
+        if given is None:
             return sizes
-        return [*sizes, *mesh_rows(config["device_gb"], config["shard_device_gb"])]
+        return [*sizes, *mesh_rows(given, config["device_gb"], config["shard_device_gb"])]
+
+    def work_s(self, case: Case) -> float:
+        """A moment."""
+        return 0.2
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Model sizes; the mesh problem with its derivations."""
@@ -83,24 +113,11 @@ class Accounting(Experiment):
             return []
         done = row_tables.finished(rows)
         tables = [
-            Table(
+            _COLUMNS.table(
                 "Model sizes by calculation",
-                row_tables.columns(
-                    done[done["kind"] == "size"],
-                    {
-                        "variant": "size",
-                        "parameters": "parameters (count)",
-                        "forward_gflop": "forward (GFLOP)",
-                        "step_gflop": "training step (GFLOP)",
-                        "parameter_gb": "parameters (GB)",
-                        "gradient_gb": "gradients (GB)",
-                        "state_gb": "optimizer state (GB)",
-                        "sharded_state_gb": "sharded state per rank (GB)",
-                        "residual_mib": "residual stream (MiB)",
-                        "traffic_gb": "sent per rank and step (GB)",
-                    },
-                    digits=6,
-                ),
+                done[done["kind"] == "size"],
+                "variant parameters forward_gflop step_gflop parameter_gb gradient_gb state_gb "
+                "sharded_state_gb residual_mib traffic_gb",
                 "fp32, AdamW. A step is three forward passes' operations. The residual stream is "
                 "batch × sequence × d_model × 4 bytes. Sent: a ring all-reduce of all gradients, "
                 "2·(n-1)/n of their bytes. GB is 10⁹ bytes.",
@@ -109,27 +126,19 @@ class Accounting(Experiment):
         mesh = done[done["kind"] == "mesh"]
         if len(mesh):
             tables.append(
-                Table(
-                    "The XXL mesh problem",
-                    row_tables.columns(
-                        mesh,
-                        {
-                            "variant": "quantity",
-                            "value": "value (in unit)",
-                            "unit": "unit",
-                            "derivation": "derivation",
-                        },
-                        digits=6,
-                    ),
-                    "Feed-forward blocks of two linear layers, d_model 16384, d_ff 53248, 126 "
-                    "blocks; bf16 activations and communication, fp32 weights, gradients and "
-                    "moments.",
+                _COLUMNS.table(
+                    "The mesh problem",
+                    mesh,
+                    "variant value unit derivation",
+                    "Feed-forward blocks of linear layers; bf16 activations and communication, "
+                    "fp32 weights, gradients and moments. Times are of one block, over rings.",
+                    {"variant": "quantity"},
                 )
             )
         return tables
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Where the operations of a forward pass go, by size; the mesh problem."""
+        """Where the operations of a forward pass go, by size."""
         from bench_harness.display.plots import COLOURS, new_figure
 
         if "flops_by_part" not in rows:
@@ -144,64 +153,7 @@ class Accounting(Experiment):
         axes[0, 0].invert_yaxis()
         axes[0, 0].set_xlabel("share of forward operations (%)")
         figure.legend(loc="outside upper center", ncols=2)
-        mesh = rows[rows["kind"] == "mesh"] if "kind" in rows else rows.iloc[:0]
-        return [
-            Figure("accounting_flops", "Operations of a forward pass by part", figure),
-            *(
-                Figure(
-                    f"accounting_mesh_{number}" if number else "accounting_mesh",
-                    "The XXL mesh problem: memory and communication",
-                    _draw_mesh(case),
-                    "Left: parameters, gradients and optimizer state sharded over devices, "
-                    "without activations. Right: computing over the longer of computing and "
-                    "transferring; from 100 % on the mesh is compute bound.",
-                )
-                for number, (_, case) in enumerate(mesh.groupby("case_key", sort=False))
-            ),
-        ]
-
-
-def _draw_mesh(case: pd.DataFrame) -> MatplotlibFigure:
-    """Memory of a device over devices, and the share of time that computes over the batch.
-
-    With transfers in turn computing takes a·B and transferring f + t·B for B tokens per device;
-    with both at once f alone decides. The two thresholds, at which both sides are equal, give what
-    the picture needs: f/a is that of transfers at once, and t/a = 1 - (f/a) / that in turn.
-    """
-    from bench_harness.display.plots import COLOURS, new_figure
-
-    value = case.set_index("variant")["value"]
-    total = float(value["total"])
-    limit = float(case["shard_device_gb"].iloc[0])
-    fewest = int(value[f"fewest devices of {limit:g} GB, weights only"])
-    at_once = float(value["compute-bound batch, per device, transfers at once"])
-    in_turn = float(value["compute-bound batch, per device, transfers in turn"])
-    figure, axes = new_figure(columns=2, width=10, height=3.6)
-    memory, computing = axes[0]
-    devices = sorted({*(2**n for n in range(9)), fewest})
-    memory.plot(devices, [total / n for n in devices], "o-", color=COLOURS[0])
-    memory.axhline(limit, color="black", linestyle="--", linewidth=1)
-    memory.annotate(
-        f"{fewest} devices: {total / fewest:.1f} GB of {limit:g}",
-        (fewest, total / fewest),
-        (8, 10),
-        textcoords="offset points",
-    )
-    row_tables.log_axes(memory, x="devices", y="state per device (GB)")
-    batches = [in_turn * step / 100 for step in range(1, 251)]
-    sent = 1 - at_once / in_turn
-    for name, colour, threshold, times in (
-        ("transfers at once", COLOURS[2], at_once, [max(at_once, sent * b) for b in batches]),
-        ("transfers in turn", COLOURS[1], in_turn, [at_once + sent * b for b in batches]),
-    ):
-        share = [100 * min(1.0, b / t) for b, t in zip(batches, times, strict=True)]
-        computing.plot(batches, share, color=colour, label=f"{name}: from {threshold:.0f} tokens")
-        computing.axvline(threshold, color=colour, linestyle=":", linewidth=1)
-    computing.set_ylim(0, 108)
-    computing.set_xlabel("tokens per device")
-    computing.set_ylabel("computing (% of the longer)")
-    computing.legend(loc="lower right")
-    return figure
+        return [Figure("accounting_flops", "Operations of a forward pass by part", figure)]
 
 
 def size_row(name: SizeName, config: Any) -> Row:
@@ -232,24 +184,32 @@ def size_row(name: SizeName, config: Any) -> Row:
     }
 
 
-def mesh_rows(device_gb: float, shard_device_gb: float) -> list[Row]:
-    """The XXL problem: memory on one device, sharded memory, compute-bound batch."""
-    from bench_harness.mesh_accounting import (
-        compute_bound_batch,
-        fsdp_memory,
-        fsdp_ranks,
-        training_memory,
-    )
+def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float) -> list[Row]:
+    """A mesh problem: memory of one device, sharded memory, compute-bound batch, times, limits.
 
-    ranks = fsdp_ranks(device_gb=shard_device_gb)
-    derived = {
-        name.replace("_", " "): d for name, d in training_memory(device_gb=device_gb).items()
-    }
+    Args:
+        given: names of :func:`bench_harness.mesh_accounting.described`.
+        device_gb: memory of one GPU in GB.
+        shard_device_gb: memory of one device of the mesh in GB.
+    """
+    from bench_harness import mesh_accounting
+
+    model, mesh, tokens = mesh_accounting.described(given)
+    ranks = mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb)
+    memory = mesh_accounting.training_memory(model, device_gb=device_gb)
+    derived = {name.replace("_", " "): d for name, d in memory.items()}
     derived[f"fewest devices of {shard_device_gb:g} GB, weights only"] = ranks
-    derived["memory per device then"] = fsdp_memory(ranks=int(ranks.value))
+    derived["memory per device then"] = mesh_accounting.fsdp_memory(model, ranks=int(ranks.value))
+    derived[f"fewest devices of {shard_device_gb:g} GB, 1024 tokens each"] = (
+        mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb, tokens=1024)
+    )
     for concurrent, how in ((False, "transfers in turn"), (True, "transfers at once")):
-        for name, d in compute_bound_batch(concurrent=concurrent).items():
+        batch = mesh_accounting.compute_bound_batch(model, mesh=mesh, concurrent=concurrent)
+        for name, d in batch.items():
             derived[f"compute-bound batch, {name.replace('_', ' ')}, {how}"] = d
+    derived |= mesh_accounting.fewest_tokens(model, mesh=mesh)
+    derived |= mesh_accounting.ring_step(model, mesh=mesh, tokens=tokens)
+    derived |= mesh_accounting.ring_limits(model, mesh=mesh, tokens=tokens)
     return [
         {
             "variant": name,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.distributed import (
     default_world_size,
@@ -17,7 +16,7 @@ from bench_harness.distributed import (
 )
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.sampling import Enough, SamplingOptions
+from bench_harness.timing import Enough, SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,16 +25,19 @@ if TYPE_CHECKING:
 
     from bench_harness.timing import Samples
 
+_COLUMNS = row_tables.Columns(
+    Column("backend", "backend"),
+    Column("variant", "collective"),
+    Column("size_mib", "payload", "MiB"),
+    Column("algorithm_gb_s", "algorithm bandwidth", "GB/s"),
+    Column("bus_gb_s", "bus bandwidth", "GB/s"),
+)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, DeviceOptions):
-    """Options of :class:`AllReduce`.
-
-    Small enough for a quick run on two cores: ``sizes_mb=[0.1, 1, 4]``, ``samples=8``,
-    ``warmup=2``.
-    """
+    """Options of :class:`AllReduce`."""
 
     sizes_mb: tuple[float, ...] = option(
         (1, 10, 100, 1024), "Payload per rank (MB of 1024² bytes)."
@@ -98,29 +100,21 @@ class AllReduce(Experiment):
         results = run_on_ranks(case, progress, measure_rank)
         return [slowest_rank(list(ranks)) for ranks in zip(*results, strict=True)]
 
+    def work_s(self, case: Case) -> float:
+        """The ranks start."""
+        return 1.0 + 0.5 * float(case.config["world_size"])
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Time and bandwidth of every collective; overhead and bandwidth fitted."""
         from bench_harness.stats import with_summary
 
         frame = with_bandwidth(with_summary(rows))
         tables = [
-            Table(
+            _COLUMNS.table(
                 "Collectives",
-                row_tables.columns(
-                    frame,
-                    {
-                        "backend": "backend",
-                        "world_size": "world size (ranks)",
-                        "variant": "collective",
-                        "size_mib": "payload (MiB)",
-                    }
-                    | row_tables.STATISTICS
-                    | {
-                        "algorithm_gb_s": "algorithm bandwidth (GB/s)",
-                        "bus_gb_s": "bus bandwidth (GB/s)",
-                        "status": "status",
-                    },
-                ),
+                frame,
+                f"backend world_size variant size_mib {row_tables.STATISTICS} algorithm_gb_s "
+                "bus_gb_s status",
                 "fp32; the slowest rank's time of each call, ranks aligned by a barrier. Payload "
                 "is the whole vector: what each rank holds before an all-reduce or "
                 "reduce-scatter, and after an all-gather or broadcast. Bus bandwidth multiplies "
@@ -128,16 +122,7 @@ class AllReduce(Experiment):
             )
         ]
         fitted = fit_table(row_tables.finished(frame))
-        if len(fitted):
-            tables.append(
-                Table(
-                    "Cost of a collective",
-                    fitted,
-                    "t = o + S/w fitted by non-negative least squares with relative weights; "
-                    "intervals by bootstrap over the samples.",
-                )
-            )
-        return tables
+        return tables if fitted is None else [*tables, fitted]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
@@ -176,8 +161,11 @@ class AllReduce(Experiment):
                     label=name,
                 )
                 ends[position].append((name, float(part[column].iloc[-1]), colour[name]))
-        row_tables.log_axes(axes[0, 0], x="payload (MiB)", y="median time (ms)", x_base=10)
-        row_tables.log_axes(axes[1, 0], x="payload (MiB)", y="bus bandwidth (GB/s)", x_base=10)
+        payload = _COLUMNS["size_mib"].heading
+        for plot, y in zip(
+            axes[:, 0], ("median time (ms)", _COLUMNS["bus_gb_s"].heading), strict=True
+        ):
+            row_tables.log_axes(plot, x=payload, y=y, x_base=10)
         if many:
             handles, texts = axes[0, 0].get_legend_handles_labels()
             figure.legend(handles, texts, loc="outside upper center", ncols=2, fontsize="small")
@@ -319,81 +307,92 @@ def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
-def fit_table(done: pd.DataFrame) -> pd.DataFrame:
+def fit_table(done: pd.DataFrame) -> Table | None:
     """o and w of t = o + S/w per collective and number of ranks, with at least three sizes."""
     import pandas as pd
 
-    if "size_bytes" not in done:
-        return pd.DataFrame()
     lines = []
-    for (backend, world_size, operation), group in done.groupby(
-        ["backend", "world_size", "variant"], sort=False
-    ):
+    by = ["backend", "world_size", "variant"]
+    for which, group in done.groupby(by, sort=False) if "size_bytes" in done else ():
         if group["size_bytes"].nunique() < 3:
             continue
-        cost = fit(list(group["size_bytes"]), list(group["samples_ms"]))
-        numbers = {
-            "overhead o (µs)": cost.overhead_s * 1e6,
-            "o 95 % low (µs)": cost.overhead_low_s * 1e6,
-            "o 95 % high (µs)": cost.overhead_high_s * 1e6,
-            "bandwidth w (GB/s)": cost.bandwidth / 1e9,
-            "w 95 % low (GB/s)": cost.bandwidth_low / 1e9,
-            "w 95 % high (GB/s)": cost.bandwidth_high / 1e9,
-        }
-        lines.append(
-            {"backend": backend, "world size (ranks)": world_size, "collective": operation}
-            | {k: float(f"{v:.4g}") if math.isfinite(v) else None for k, v in numbers.items()}
-        )
-    return pd.DataFrame(lines)
+        costs = fit(list(group["size_bytes"]), list(group["samples_ms"]))
+        headings = [_COLUMNS[name].heading for name in by]
+        calls, rates = shown(costs, "overhead o")
+        lines.append(dict(zip(headings, which, strict=True)) | calls | rates)
+    if not lines:
+        return None
+    return Table(
+        "Cost of a collective",
+        pd.DataFrame(lines),
+        "t = o + S/w fitted by non-negative least squares with relative weights; intervals by "
+        "bootstrap over the samples.",
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What a collective costs, t = o + S/w, with 95 % intervals by bootstrap over the samples.
-
-    Attributes:
-        overhead_s: o, seconds per call.
-        bandwidth: w, bytes per second; infinite where the sizes do not show one.
-    """
+class Cost(NamedTuple):
+    """What a collective costs: o seconds a call, and 1/w seconds a byte, 0 where none shows."""
 
     overhead_s: float
-    overhead_low_s: float
-    overhead_high_s: float
-    bandwidth: float
-    bandwidth_low: float
-    bandwidth_high: float
+    per_byte_s: float
 
 
-def fit(size_bytes: Sequence[float], samples_ms: Sequence[Sequence[float]]) -> Cost:
-    """Fits o and w, both at least 0, by least squares with relative weights.
+def fit(size_bytes: Sequence[float], samples_ms: Sequence[Sequence[float]]) -> tuple[Cost, ...]:
+    """Fits o and w of t = o + S/w, as :func:`with_interval` returns them.
 
     Args:
         samples_ms: of each size.
     """
     import numpy as np
-    from scipy.optimize import nnls
 
-    rng = np.random.default_rng(0)
-    size = np.asarray(size_bytes, np.float64)
-
-    def once(draw: Callable[[Any], Any]) -> Any:
+    def once(draw: Callable[[Any], Any]) -> Cost:
         seconds = np.array([np.median(draw(samples)) for samples in samples_ms]) / 1e3
         # Dividing by the time makes every size count alike, from µs to seconds.
-        design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
-        scale = design.max(axis=0)
-        return nnls(design / scale, np.ones_like(size))[0] / scale
+        return solved(1 / seconds, np.asarray(size_bytes) / seconds, np.ones_like(seconds))
 
-    overhead, inverse = once(np.asarray)
+    return with_interval(once, np.random.default_rng(0))
+
+
+def solved(calls: Any, volumes: Any, seconds: Any) -> Cost:
+    """o and 1/w of ``seconds`` = o·``calls`` + ``volumes``/w, both at least 0."""
+    import numpy as np
+    from scipy.optimize import nnls
+
+    design = np.stack([calls, volumes], axis=1)
+    scale = design.max(axis=0)  # columns of like size keep the solver well conditioned
+    return Cost(*map(float, nnls(design / scale, np.maximum(seconds, 0.0))[0] / scale))
+
+
+def with_interval(once: Callable[[Callable[[Any], Any]], Cost], rng: Any) -> tuple[Cost, ...]:
+    """A fit, and the low and high ends of its 95 % intervals by bootstrap over the samples.
+
+    Args:
+        once: fits what the function that it gets draws of the samples of each quantity.
+    """
+    import numpy as np
+
+    typical = once(np.asarray)
     draws = np.array([once(lambda samples: rng.choice(samples, len(samples))) for _ in range(400)])
-    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
-    fastest, typical, slowest = (
-        1 / float(value) if value else math.inf for value in (low[1], inverse, high[1])
-    )
-    return Cost(
-        overhead_s=float(overhead),
-        overhead_low_s=float(low[0]),
-        overhead_high_s=float(high[0]),
-        bandwidth=typical,
-        bandwidth_low=slowest,
-        bandwidth_high=fastest,
-    )
+    return typical, *(Cost(*map(float, end)) for end in np.percentile(draws, [2.5, 97.5], axis=0))
+
+
+def shown(costs: Sequence[Cost], overhead: str) -> tuple[Row, Row]:
+    """A fit with its intervals as columns: those of o, and those of w.
+
+    Args:
+        overhead: how the table calls o.
+    """
+    typical, low, high = costs
+    names = f"{overhead} (µs)", "o 95 % low (µs)", "o 95 % high (µs)"
+    calls = [rounded(1e6 * cost.overhead_s) for cost in costs]
+    rates = [
+        rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None
+        for cost in (typical, high, low)
+    ]
+    links = "bandwidth w (GB/s)", "w 95 % low (GB/s)", "w 95 % high (GB/s)"
+    return dict(zip(names, calls, strict=True)), dict(zip(links, rates, strict=True))
+
+
+def rounded(value: float) -> float:
+    """Four significant digits."""
+    return float(f"{value:.4g}")

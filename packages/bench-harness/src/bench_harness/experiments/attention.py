@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions, roofline
-from bench_harness.core import Case, Figure, Row, Table, option
-from bench_harness.display import row_tables, units
+from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.display import cells, row_tables
 from bench_harness.display.marks import steady
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
@@ -23,7 +23,7 @@ from bench_harness.experiments.attention_measure import (
     timer_overhead_ms,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.sampling import SamplingOptions
+from bench_harness.timing import SamplingOptions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,11 +34,7 @@ _MASKS = ("causal", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SamplingOptions, DeviceOptions):
-    """Options of :class:`Attention`.
-
-    Small enough for a quick run on two cores: ``sequences=[128, 256]``, ``head_dims=[64]``,
-    ``variants=["flashattn-triton", "naive", "sdpa-flash"]``, ``rep_ms=100``.
-    """
+    """Options of :class:`Attention`."""
 
     variants: tuple[str, ...] = option(
         ("flashattn-triton", "naive", "naive-compiled", "sdpa-flash", "sdpa-cudnn", "flex"),
@@ -220,6 +216,16 @@ class Attention(Experiment):
                 rows += [{**about, **row} for row in measured(group, case.config, device, progress)]
         return rows
 
+    def work_s(self, case: Case) -> float:
+        """By variants, lengths and passes; compiling each length takes longest."""
+        config, count = case.config, len(case.config["variants"])
+        cells = max(1, len(config["sequences"])) * len(config["features"]) * count
+        timed = cells * len(config["passes"]) * (config["warmup_ms"] + config["rep_ms"]) / 1e3
+        if config["device"] == "cpu":
+            return float(2 + 0.4 * cells + timed)
+        compiled = sum("compiled" in name or name == "flex" for name in config["variants"])
+        return float(5 + 4 * count + 0.3 * cells + timed + 12 * compiled * cells / count)
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features, cells without memory."""
         return _tables(rows)
@@ -328,37 +334,55 @@ def label(config: Mapping[str, Any]) -> str:
     return " ".join(filter(None, parts))
 
 
-#: What identifies a problem, by the column that shows it.
-_PROBLEM = {
-    "dtype": "dtype",
-    "head_dim": "head_dim",
-    "value_head_dim": "value head_dim",
-    "mask": "mask",
-    "window": "window (keys)",
-    "softcap": "soft-cap (1)",
-    "feature": "feature",
-    "deterministic": "deterministic",
-    "batch": "batch",
-    "heads": "heads",
-    "kv_heads": "key/value heads",
-    "sequence": "sequence (tokens)",
-    "varied": "lengths up to that (count)",
-}
 #: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
 _DIGITS = 6
-#: Of these, what makes problems of one kind.
-_SIZES = ("batch", "heads", "kv_heads", "sequence", "varied")
-_VARIANT = {"variant": "attention", "tier": "tier", "kernel": "PyTorch's kernel"}
-_QUANTILES = {"p20_ms": "20 % quantile (ms)", "p80_ms": "80 % quantile (ms)"}
-_ERRORS = {
-    "error_out": "error of output (share of max)",
-    "error_grad": "error of gradients (share of max)",
-    "error_dq": "error of dQ (share of max)",
-    "error_dk": "error of dK (share of max)",
-    "error_dv": "error of dV (share of max)",
-    "error_dsinks": "error of dsinks (share of max)",
-    "error_dbias": "error of dbias (share of max)",
-}
+_COLUMNS = row_tables.Columns(
+    Column("dtype", "dtype"),
+    Column("head_dim", "head_dim"),
+    Column("value_head_dim", "value head_dim"),
+    Column("mask", "mask"),
+    Column("window", "window", "keys"),
+    Column("softcap", "soft-cap", "1"),
+    Column("feature", "feature"),
+    Column("deterministic", "deterministic"),
+    Column("heads", "heads"),
+    Column("kv_heads", "key/value heads"),
+    Column("varied", "lengths up to that", "count"),
+    Column("variant", "attention"),
+    Column("tier", "tier"),
+    Column("kernel", "PyTorch's kernel"),
+    Column("phase", "pass"),
+    Column("p20_ms", "20 % quantile", "ms"),
+    Column("p80_ms", "80 % quantile", "ms"),
+    Column("speedup", "speedup over the first", "ratio"),
+    Column("error_out", "error of output", "share of max"),
+    Column("error_grad", "error of gradients", "share of max"),
+    *(
+        Column(f"error_d{name}", f"error of d{title}", "share of max")
+        for name, title in (
+            ("q", "Q"),
+            ("k", "K"),
+            ("v", "V"),
+            ("sinks", "sinks"),
+            ("bias", "bias"),
+        )
+    ),
+    Column("first_time_ms", "first time", "ms"),
+    Column("saved_mib", "held before backward", "MiB"),
+    Column("predicted_mib", "predicted for naive", "MiB"),
+    Column("error", "reason"),
+    Column("fewest", "fewest samples", "count"),
+    Column("problems", "problems", "count"),
+    Column("faster", "faster", "count"),
+    Column("least", "least", "ratio"),
+    Column("median", "median", "ratio"),
+    Column("largest", "largest", "ratio"),
+    digits=_DIGITS,
+)
+#: What makes problems of one kind, and what identifies one.
+_KIND = "dtype head_dim value_head_dim mask window softcap feature deterministic"
+_PROBLEM = f"{_KIND} batch heads kv_heads sequence varied"
+_ERRORS = "error_out error_grad error_dq error_dk error_dv error_dsinks error_dbias"
 
 
 def _tables(rows: pd.DataFrame) -> list[Table]:
@@ -377,26 +401,12 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
                 frame[cell].itertuples(index=False, name=None), quotable["median_ms"], strict=True
             )
         ]
-    grid = Table(
+    grid = _COLUMNS.table(
         "Attention grid",
-        row_tables.columns(
-            frame,
-            {**_PROBLEM, **_VARIANT, "phase": "pass"}
-            | row_tables.STATISTICS
-            | _QUANTILES
-            | {"tflop_s": "TFLOP/s", "speedup": "speedup over the first (ratio)"}
-            | roofline.COLUMNS
-            | _ERRORS
-            | {
-                "first_time_ms": "first time (ms)",
-                "saved_mib": "held before backward (MiB)",
-                "predicted_mib": "predicted for naive (MiB)",
-                "missed": "prediction missed",
-                "status": "status",
-                "error": "reason",
-            },
-            digits=_DIGITS,
-        ),
+        frame,
+        f"{_PROBLEM} variant tier kernel phase {row_tables.STATISTICS} p20_ms p80_ms tflop_s "
+        f"speedup {row_tables.ROOFLINE} {_ERRORS} first_time_ms saved_mib predicted_mib missed "
+        "status error",
         "On a GPU times are triton.testing.do_bench's (device events, cache overwritten), unless "
         "the case asks for another clock; on a CPU the wall clock. Speedups compare variants of "
         "one case only. Causal attention counts half of the scores. Errors are shares of the "
@@ -443,7 +453,7 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
         missed = (frame["saved_bytes"] / frame["predicted_saved_bytes"] - 1).abs() > 0.1
         frame["missed"] = missed.where(frame["variant"] == "naive")
     if "error_dq" in frame:
-        gradients = [name for name in _ERRORS if name.startswith("error_d") and name in frame]
+        gradients = [name for name in _ERRORS.split()[2:] if name in frame]
         largest = frame[gradients].max(axis=1)
         frame["error_grad"] = (
             largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
@@ -480,23 +490,25 @@ def _medians(done: pd.DataFrame) -> list[Table]:
             "Medians. Empty: not measured beside the others of its line.",
         ),
     ):
-        lines = {
-            "case_key": "case",
-            **_PROBLEM,
-            **({"variant": "attention"} if across == "phase" else {"phase": "pass"}),
-        }
-        keys = [name for name in lines if name in done and done[name].notna().any()]
+        lines = f"{_PROBLEM} {'variant' if across == 'phase' else 'phase'}"
+        keys = _held(done, f"case_key {lines}")
         by_line = done.groupby([*keys, across], dropna=False, sort=False)["median_ms"].mean()
         wide = by_line.reset_index().pivot(index=keys, columns=across, values="median_ms")
         wide = wide.reset_index()
         fewest = done.groupby(keys, dropna=False, sort=False)["n"].min().rename("fewest")
         wide = fewest.reset_index().merge(wide, on=keys)
-        lines.pop("case_key")
         found = list(done[across].unique())
         ordered = [name for name in PASSES if name in found] if across == "phase" else found
-        named = {name: f"{name} (ms)" for name in ordered} | {"fewest": "fewest samples (count)"}
-        made.append(Table(title, row_tables.columns(wide, lines | named, digits=_DIGITS), note))
+        named = {name: f"{name} (ms)" for name in ordered}
+        made.append(
+            _COLUMNS.table(title, wide, lines, note, named | {"fewest": _COLUMNS["fewest"].heading})
+        )
     return made
+
+
+def _held(rows: pd.DataFrame, keys: str) -> list[str]:
+    """Those of the keys that the rows hold something for."""
+    return [name for name in keys.split() if name in rows and rows[name].notna().any()]
 
 
 def _against(done: pd.DataFrame) -> list[Table]:
@@ -514,9 +526,8 @@ def _against(done: pd.DataFrame) -> list[Table]:
         return []
     pairs["ratio"] = pairs["median_ms_of_first"] / pairs["median_ms"]
     pairs["faster"] = pairs["ratio"] < 1
-    kinds = {name: title for name, title in _PROBLEM.items() if name not in _SIZES}
-    lines = {**kinds, "variant": "against", "phase": "pass"}
-    keys = [name for name in lines if name in pairs and pairs[name].notna().any()]
+    lines = f"{_KIND} variant phase"
+    keys = _held(pairs, lines)
     found = pairs.groupby(keys, dropna=False, sort=False).agg(
         problems=("ratio", "size"),
         faster=("faster", "sum"),
@@ -524,19 +535,17 @@ def _against(done: pd.DataFrame) -> list[Table]:
         median=("ratio", "median"),
         largest=("ratio", "max"),
     )
-    numbers = {
-        "problems": "problems (count)",
-        "faster": "faster (count)",
-        "least": "least (ratio)",
-        "median": "median (ratio)",
-        "largest": "largest (ratio)",
-    }
-    frame = row_tables.columns(found.reset_index(), lines | numbers, digits=_DIGITS)
-    note = (
-        "The first variant's median divided by the other's on the same problem, over problems of "
-        "all sizes; faster: where that is below 1. Medians that are not steady are left out."
-    )
-    return [Table("Attention against each other", frame, note)]
+    return [
+        _COLUMNS.table(
+            "Attention against each other",
+            found.reset_index(),
+            f"{lines} problems faster least median largest",
+            "The first variant's median divided by the other's on the same problem, over problems "
+            "of all sizes; faster: where that is below 1. Medians that are not steady are left "
+            "out.",
+            {"variant": "against"},
+        )
+    ]
 
 
 def _features(done: pd.DataFrame) -> list[Table]:
@@ -554,8 +563,8 @@ def _features(done: pd.DataFrame) -> list[Table]:
     done["over_plain"] = done["median_ms"].where(steady(done)) / [
         medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
     ]
-    lines = {**_PROBLEM, **_VARIANT}
-    keys = [name for name in lines if name in done and done[name].notna().any()]
+    lines = f"{_PROBLEM} variant tier kernel"
+    keys = _held(done, lines)
     wide = done.pivot_table(
         index=keys, columns="phase", values=["median_ms", "over_plain"], sort=False, dropna=False
     )
@@ -571,8 +580,7 @@ def _features(done: pd.DataFrame) -> list[Table]:
         "measured in turns with it: below 1 the feature makes it faster. Empty ratio: one of the "
         "two is not steady."
     )
-    frame = row_tables.columns(wide.reset_index(), lines | shown, digits=_DIGITS)
-    return [Table("Attention features", frame, note)]
+    return [_COLUMNS.table("Attention features", wide.reset_index(), lines, note, shown)]
 
 
 def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
@@ -635,7 +643,7 @@ def _figures(rows: pd.DataFrame) -> list[Figure]:
         done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
     measured = [name for name in PASSES if name in set(done["phase"])]
     last = done[done["phase"] == measured[-1]]
-    unit, size = units.scale(last["tflop_s"].dropna(), "TFLOP/s")
+    unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
     for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
         last = last.assign(**{name: last[name] / size})
     timed = {

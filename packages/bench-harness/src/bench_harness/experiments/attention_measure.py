@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bench_harness.attentions import Window, find, forward_only, ran, stores_scores
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.flops import attention_flops
-from bench_harness.sampling import Enough
-from bench_harness.timing import Samples, record_sample, synchronize
+from bench_harness.timing import Enough, Samples, record_sample, synchronize
 
 if TYPE_CHECKING:
     import torch
@@ -571,7 +570,7 @@ def time_in_turns(
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = measured[i].setdefault((name, each), Samples())
-                    samples.wall_ms += sampled(
+                    taken = sampled(
                         call,
                         attempts.device,
                         clock=config["clock"],
@@ -580,6 +579,8 @@ def time_in_turns(
                         warmup_ms=config["warmup_ms"] / rounds,
                         rep_ms=config["rep_ms"] / rounds,
                     )
+                    samples.wall_ms += taken
+                    samples.note_gpu(attempts.device, len(taken))
         round_number += 1
         if round_number == rounds:
             enough = Enough(config, parts=lengths)

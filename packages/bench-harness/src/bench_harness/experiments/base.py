@@ -31,7 +31,7 @@ class DeviceOptions:
 class Experiment(abc.ABC):
     """One experiment: a name on the command line and a section of the report.
 
-    Subclasses set three class attributes and implement four methods.
+    Subclasses set three class attributes and implement :meth:`cases`, :meth:`run`, :meth:`tables`.
 
     Attributes:
         name: the registered name, which is also the command.
@@ -74,12 +74,15 @@ class Experiment(abc.ABC):
     def missing(self, case: Case) -> str | None:
         """What this machine lacks for a case, looked up without torch; None if nothing is known.
 
-        A dry run shows such a case as skipped. By default: GPUs, and Nsight Systems.
+        A dry run shows such a case as skipped. By default: GPUs, memory, and Nsight Systems.
         """
         from bench_harness.environment import gpu_count
         from bench_harness.traces import nsight
+        from bench_harness.workload import too_large
 
         config = case.config
+        if (why := too_large(config)) is not None:
+            return why
         if config.get("device") == "cuda":
             wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
@@ -91,6 +94,14 @@ class Experiment(abc.ABC):
                 return str(error)
         return None
 
+    def work_s(self, case: Case) -> float | None:
+        """About how many seconds a case takes, sampling beyond the least left out; None: unknown.
+
+        Rough sums for a dry run, of a machine that nothing else uses: of published rows on H200s,
+        and of small cases on two CPU cores.
+        """
+        return None
+
     @abc.abstractmethod
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The tables of this experiment's rows.
@@ -99,6 +110,6 @@ class Experiment(abc.ABC):
         into columns. Columns may be missing or empty when no case of a kind succeeded.
         """
 
-    @abc.abstractmethod
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """The pictures of this experiment's rows; see :meth:`tables`."""
+        """The pictures of this experiment's rows, none by default; see :meth:`tables`."""
+        return []

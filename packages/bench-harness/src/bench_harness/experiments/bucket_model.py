@@ -15,26 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bench_harness.core import Table
+from bench_harness.experiments.allreduce import Cost, fit, rounded, shown, solved, with_interval
+
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-_RESAMPLES = 400
 #: The sweep's least overhead further than this from the predicted one is flagged.
 MISS_TOLERANCE = 0.25
-
-
-def fit(
-    size_bytes: float, buckets: np.ndarray[Any, Any], overhead_s: np.ndarray[Any, Any]
-) -> tuple[float, float]:
-    """1/w (seconds per byte) and o (seconds per call) of T(n), both at least 0."""
-    from scipy.optimize import nnls
-
-    design = np.stack([size_bytes / buckets, buckets.astype(np.float64)], axis=1)
-    scale = design.max(axis=0)  # columns of like size keep the solver well conditioned
-    solution, _ = nnls(design / scale, np.maximum(overhead_s, 0.0))
-    inverse_bandwidth, per_call = solution / scale
-    return float(inverse_bandwidth), float(per_call)
 
 
 @dataclass(frozen=True)
@@ -51,9 +40,14 @@ class Sweep:
     bare: pd.Series[Any]
 
     @property
-    def bare_ms(self) -> list[float]:
-        """Samples of the step without communication."""
-        return list(self.bare["samples_ms"])
+    def size(self) -> float:
+        """Bytes of all gradients."""
+        return float(self.rows["gradient_bytes"].iloc[0])
+
+    def fit(self, overhead_s: np.ndarray[Any, Any]) -> Cost:
+        """o and 1/w of T(n), from the seconds beyond the step without communication."""
+        counts = self.rows["buckets"].to_numpy(np.float64)
+        return solved(counts, self.size / counts, overhead_s)
 
 
 def sweeps(done: pd.DataFrame) -> list[Sweep]:
@@ -77,7 +71,7 @@ def _only_sized(settings: Any) -> bool:
     return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
-def fit_table(done: pd.DataFrame) -> pd.DataFrame:
+def fit_table(done: pd.DataFrame) -> Table | None:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
     Beside them stands what all-reduces alone predict, where the case timed some, and whether that
@@ -88,36 +82,31 @@ def fit_table(done: pd.DataFrame) -> pd.DataFrame:
     rng = np.random.default_rng(0)
     lines = []
     for sweep in sweeps(done):
-        size = float(sweep.rows["gradient_bytes"].iloc[0])
-        counts = sweep.rows["buckets"].to_numpy(np.float64)
 
-        def once(
-            draw: Any, sweep: Sweep = sweep, size: Any = size, counts: Any = counts
-        ) -> tuple[float, float]:
-            base = np.median(draw(sweep.bare_ms))
+        def once(draw: Any, sweep: Sweep = sweep) -> Cost:
+            base = np.median(draw(list(sweep.bare["samples_ms"])))
             overhead = [np.median(draw(samples)) - base for samples in sweep.rows["samples_ms"]]
-            return fit(size, counts, np.array(overhead) / 1e3)
+            return sweep.fit(np.array(overhead) / 1e3)
 
-        inverse, per_call = once(np.asarray)
-        resampled = np.array([once(lambda s: rng.choice(s, len(s))) for _ in range(_RESAMPLES)])
-        low, high = np.percentile(resampled, [2.5, 97.5], axis=0)
+        costs = with_interval(once, rng)
+        calls, rates = shown(costs, "per call o")
         least = sweep.bare.get("largest_parameter_bytes", 0.0)
-        optimum = _optimum("", size, inverse, per_call, least)
+        optimum = _optimum("", sweep.size, costs[0], least)
         lines.append(
-            {
-                "cell": sweep.label,
-                "gradients s (MiB)": round(size / 2**20, 3),
-                "bandwidth w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
-                "w 95 % low (GB/s)": _rounded(1e-9 / high[0] if high[0] else None),
-                "w 95 % high (GB/s)": _rounded(1e-9 / low[0] if low[0] else None),
-                "per call o (µs)": _rounded(per_call * 1e6),
-                "o 95 % low (µs)": _rounded(low[1] * 1e6),
-                "o 95 % high (µs)": _rounded(high[1] * 1e6),
-                **optimum,
-                **_prediction(sweep.bare.get("all_reduce"), size, least, optimum[_LEAST]),
-            }
+            {"cell": sweep.label, "gradients s (MiB)": round(sweep.size / 2**20, 3)}
+            | {**rates, **calls, **optimum}
+            | _prediction(sweep.bare.get("all_reduce"), sweep.size, least, optimum[_LEAST])
         )
-    return pd.DataFrame(lines)
+    if not lines:
+        return None
+    return Table(
+        "Bucket overhead model",
+        pd.DataFrame(lines),
+        "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket counts that the "
+        "wrapper really used; b* = √(s·o·w), at least the largest parameter. Predicted: the same "
+        "with o and w of all-reduces alone, t = o + S/w, timed in the same run; a T* further than "
+        f"{MISS_TOLERANCE:.0%} from it is flagged.",
+    )
 
 
 def _prediction(
@@ -125,20 +114,17 @@ def _prediction(
 ) -> dict[str, float | bool | None]:
     """Constants of all-reduces alone, the optimum that they predict, and whether it misses the
     ``found_ms`` of the sweep."""
-    from bench_harness.experiments import allreduce
-
     if not isinstance(link, dict):
         return {}
-    cost = allreduce.fit(link["size_bytes"], link["samples_ms"])
-    inverse = 1 / cost.bandwidth  # 0 where the sizes show no bandwidth
-    predicted = _optimum("predicted ", size, inverse, cost.overhead_s, least)
+    cost, *_ = fit(link["size_bytes"], link["samples_ms"])
+    predicted = _optimum("predicted ", size, cost, least)
     expected_ms = predicted[f"predicted {_LEAST}"]
     missed = None
     if expected_ms is not None and found_ms is not None:
         missed = abs(found_ms - expected_ms) > MISS_TOLERANCE * expected_ms
     return {
-        "all-reduce w (GB/s)": _rounded(1e-9 / inverse if inverse else None),
-        "all-reduce o (µs)": _rounded(cost.overhead_s * 1e6),
+        "all-reduce w (GB/s)": rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None,
+        "all-reduce o (µs)": rounded(cost.overhead_s * 1e6),
         **predicted,
         "prediction missed": missed,
     }
@@ -147,16 +133,15 @@ def _prediction(
 _LEAST = "least overhead T* (ms)"
 
 
-def _optimum(
-    prefix: str, size: float, inverse: float, per_call: float, least: float
-) -> dict[str, float | None]:
+def _optimum(prefix: str, size: float, cost: Cost, least: float) -> dict[str, float | None]:
     """The best bucket, no smaller than the largest parameter, and the overhead that is left."""
+    per_call, inverse = cost
     best = max(float(np.sqrt(size * per_call / inverse)), least) if inverse > 0 else None
     count = size / best if best else 1.0
     overhead = size / count * inverse + count * per_call
     return {
-        f"{prefix}best bucket b* (MiB)": _rounded(best / 2**20 if best else None),
-        f"{prefix}{_LEAST}": _rounded(1e3 * overhead),
+        f"{prefix}best bucket b* (MiB)": rounded(best / 2**20) if best else None,
+        f"{prefix}{_LEAST}": rounded(1e3 * overhead),
     }
 
 
@@ -179,11 +164,11 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
     for plot in list(axes.flat)[len(found) :]:
         plot.set_visible(False)
     for plot, sweep in zip(axes.flat, found, strict=False):
-        rows, bare, label = sweep.rows, sweep.bare_ms, sweep.label
-        size = float(rows["gradient_bytes"].iloc[0])
+        rows, size, label = sweep.rows, sweep.size, sweep.label
         counts = rows["buckets"].to_numpy(np.float64)
-        overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare)
-        inverse, per_call = fit(size, counts, overhead / 1e3)
+        bare_ms = list(sweep.bare["samples_ms"])
+        overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare_ms)
+        per_call, inverse = sweep.fit(overhead / 1e3)
         pairs = zip(marks.whiskers(rows), _bare_whiskers(sweep.bare), strict=True)
         below, above = (np.hypot(own, base) for own, base in pairs)
         plot.errorbar(
@@ -199,11 +184,19 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
             plot.plot(size / counts[chosen] / 2**20, overhead[chosen], "o", color=COLOURS[0],
                       markerfacecolor=fill)  # fmt: skip
         plot.plot([], [], "o", color=COLOURS[0], label="measured")
+        for x, y, settings in zip(size / counts / 2**20, overhead, rows["settings"], strict=True):
+            asked = f"{settings['wrapper']['bucket_size_mb']:g} MB"
+            plot.annotate(asked, (x, y), (6, 4), textcoords="offset points", fontsize="small")
         line = np.geomspace(counts.min(), counts.max(), 100)
         model = 1e3 * (size / line * inverse + line * per_call)
         plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
         plot.set_title(label)
-        log_axes(plot, x="gradients per bucket (MiB)", y="overhead (ms)", y_log=False)
+        log_axes(
+            plot,
+            x="mean gradients per bucket (MiB), labels: bucket_size_mb",
+            y="overhead (ms)",
+            y_log=False,
+        )
         # A point below the step without communication stays whole.
         plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
         plot.legend()
@@ -219,7 +212,3 @@ def _bare_whiskers(bare: pd.Series[Any]) -> tuple[float, float]:
     if low is None or high is None:
         return 0.0, 0.0
     return high - found["median"], found["median"] - low  # it is subtracted
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.4g}")

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,10 +28,31 @@ MODES = ("forward", "step")
 PHASES = ("model", FIRST, "forward", "backward", "optimizer")
 SNAPSHOT = "memory_snapshot.pickle"
 _LARGEST = 8
-#: Of what is kept for backward; each is predicted.
-_PARTS = (
-    *("residual stream", "attention", "scores", "feed-forward"),
-    *("head", "logits", "rotary tables", "weights in bf16"),
+#: The parts of what is kept for backward by the column of their prediction.
+_PARTS = {
+    f"kept_{part.replace(' ', '_')}": part
+    for part in (
+        *("residual stream", "attention", "scores", "feed-forward"),
+        *("head", "logits", "rotary tables", "weights in bf16"),
+    )
+}
+_COLUMNS = row_tables.Columns(
+    Column("mode", "mode"),
+    Column("case_peak_mib", "peak", "MiB"),
+    Column("predicted_case_peak_mib", "predicted peak", "MiB"),
+    Column("residual_mib", "residual stream", "MiB"),
+    Column("peak_mib", "peak", "MiB"),
+    Column("predicted_peak_mib", "predicted peak", "MiB"),
+    Column("peak_missed", "prediction missed"),
+    Column("end_mib", "in use at its end", "MiB"),
+    Column("kept_mib", "kept", "MiB"),
+    Column("predicted_kept_mib", "predicted", "MiB"),
+    Column("kept_missed", "prediction missed"),
+    *(Column(key, part, "MiB") for key, part in _PARTS.items()),
+    Column("block_mib", "block", "MiB"),
+    Column("blocks", "blocks", "count"),
+    Column("source", "allocated by"),
+    Column("stack", "stack, innermost first"),
 )
 #: A prediction further off is marked, unless libraries' own memory explains it.
 _TOLERANCE = 0.05
@@ -44,12 +65,7 @@ _MISSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions):
-    """Options of :class:`Memory`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``modes=["step"]``.
-    """
+    """Options of :class:`Memory`."""
 
     sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")
@@ -143,6 +159,10 @@ class Memory(Experiment):
         ]
         return rows
 
+    def work_s(self, case: Case) -> float:
+        """By the size of the model."""
+        return 0.7 + 0.4 * billions(case.config)
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Peaks beside predictions, what is kept for backward, the largest allocations."""
         frame = _with_predictions(rows)
@@ -150,31 +170,15 @@ class Memory(Experiment):
             for prefix in ("", "predicted_"):
                 if f"{prefix}{name}_bytes" in frame:
                     frame[f"{prefix}{name}_mib"] = frame[f"{prefix}{name}_bytes"] / 2**20
-        cell = {
-            "model": "model",
-            "size": "size",
-            "batch": "batch",
-            "sequence": "sequence (tokens)",
-            "precision": "precision",
-            "mode": "mode",
-        }
         if "second_step" in frame:
             second = frame["second_step"].map(lambda asked: asked is True)
             frame["mode"] = frame["mode"].where(~second, "second step")
-        cases = frame.drop_duplicates("case_key")
+        cell, cases = "model size batch sequence precision mode", frame.drop_duplicates("case_key")
         tables = [
-            Table(
+            _COLUMNS.table(
                 "Peak memory",
-                row_tables.columns(
-                    cases,
-                    cell
-                    | {
-                        "case_peak_mib": "peak (MiB)",
-                        "predicted_case_peak_mib": "predicted peak (MiB)",
-                        "residual_mib": "residual stream (MiB)",
-                        "status": "status",
-                    },
-                ),
+                cases,
+                f"{cell} case_peak_mib predicted_case_peak_mib residual_mib status",
                 "The model included. The residual stream is one activation of batch × sequence × "
                 "d_model fp32 values, " + _residual_derivation(cases),
             )
@@ -184,19 +188,10 @@ class Memory(Experiment):
         done = row_tables.finished(frame)
         phases = done[done["kind"] == "phase"]
         tables.append(
-            Table(
+            _COLUMNS.table(
                 "Peak memory per phase",
-                row_tables.columns(
-                    phases,
-                    cell
-                    | {
-                        "phase": "phase",
-                        "peak_mib": "peak (MiB)",
-                        "predicted_peak_mib": "predicted peak (MiB)",
-                        "peak_missed": "prediction missed",
-                        "end_mib": "in use at its end (MiB)",
-                    },
-                ),
+                phases,
+                f"{cell} phase peak_mib predicted_peak_mib peak_missed end_mib",
                 "Each phase's own peak: counting starts anew with every phase. Predicted from "
                 f"shapes alone. {_MISSES}",
             )
@@ -204,29 +199,22 @@ class Memory(Experiment):
         kept = phases[phases["kept_bytes"].notna()]
         if len(kept):
             tables.append(
-                Table(
+                _COLUMNS.table(
                     "Kept for backward",
-                    row_tables.columns(
-                        kept,
-                        cell
-                        | {
-                            "kept_mib": "kept (MiB)",
-                            "predicted_kept_mib": "predicted (MiB)",
-                            "kept_missed": "prediction missed",
-                        }
-                        | {_column(part): f"{part} (MiB)" for part in _PARTS},
-                    ),
+                    kept,
+                    f"{cell} kept_mib predicted_kept_mib kept_missed {' '.join(_PARTS)}",
                     "What a training step's forward leaves allocated beyond the model, and its "
                     "prediction with its parts: every operand that a derivative needs, each tensor "
                     f"once. {_MISSES}",
                 )
             )
         allocations = done[done["kind"] == "allocation"]
-        block = {"block_mib": "block (MiB)", "blocks": "blocks (count)", "phase": "phase"}
+        block = f"{cell} block_mib blocks phase"
         tables.append(
-            Table(
+            _COLUMNS.table(
                 "Largest allocations",
-                row_tables.columns(allocations, cell | block | {"source": "allocated by"}),
+                allocations,
+                f"{block} source",
                 "On a GPU the source line, on a CPU the operator.",
             )
         )
@@ -234,9 +222,10 @@ class Memory(Experiment):
             shown = allocations[allocations["stack"].map(lambda stack: stack not in (None, []))]
             shown = shown[shown["stack"].notna()].assign(stack=shown["stack"].map(" ‹ ".join))
             tables.append(
-                Table(
+                _COLUMNS.table(
                     "Stacks of the largest allocations",
-                    row_tables.columns(shown, cell | block | {"stack": "stack, innermost first"}),
+                    shown,
+                    f"{block} stack",
                     "Python frames outside torch, on a CPU operators. The autograd engine calls "
                     "backward's kernels from a thread without a Python stack.",
                 )
@@ -268,7 +257,7 @@ def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
 
     frame = rows.copy()
     columns = ["predicted_peak_bytes", "predicted_case_peak_bytes", "kept_bytes"]
-    columns += ["predicted_kept_bytes", *map(_column, _PARTS)]
+    columns += ["predicted_kept_bytes", *_PARTS]
     lines: list[Row] = []
     for _, row in frame.iterrows():
         lines.append({} if row.get("kind") != "phase" else _predicted(row))
@@ -314,12 +303,8 @@ def _predicted(row: pd.Series[Any]) -> Row:
     if training and row["phase"] == "forward":
         parts = saved_for_backward(shape, *size, **given)
         found["predicted_kept_bytes"] = sum(parts.values())
-        found |= {_column(part): nbytes / 2**20 for part, nbytes in parts.items() if nbytes}
+        found |= {key: parts[part] / 2**20 for key, part in _PARTS.items() if parts[part]}
     return found
-
-
-def _column(part: str) -> str:
-    return f"kept as {part}"
 
 
 def _facts(config: Mapping[str, Any]) -> Row:
@@ -345,7 +330,7 @@ def _residual_derivation(cases: pd.DataFrame) -> str:
 
 def _labelled(case: pd.DataFrame) -> list[str]:
     """The three largest allocations in words."""
-    from bench_harness.display.units import quantity
+    from bench_harness.display.cells import quantity
 
     if "kind" not in case:
         return []
@@ -363,14 +348,14 @@ def _labelled(case: pd.DataFrame) -> list[str]:
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import marks, units
+    from bench_harness.display import cells, marks
     from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
     plot = axes[0, 0]
     time = line["time_ms"]
     totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
-    unit, size = units.scale(totals, "B")
+    unit, size = cells.scale(totals, "B")
     held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
     colour = marks.colours(held)
     plot.stackplot(
@@ -395,7 +380,7 @@ def _draw(line: Row) -> MatplotlibFigure:
     plot.plot([time[peak]], [totals[peak] / size], "k.")
     late = time[peak] > (time[0] + time[-1]) / 2
     plot.annotate(  # beside the point: a phase often begins at the peak, with a line
-        f"peak {units.quantity(totals[peak], 'B')}",
+        f"peak {cells.quantity(totals[peak], 'B')}",
         (time[peak], totals[peak] / size),
         (-5 if late else 5, 2),
         textcoords="offset points",

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.sampling import SamplingOptions
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES
+from bench_harness.timing import SamplingOptions
+from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
 
     from bench_harness.training.settings import Settings
 
+_COLUMNS = row_tables.Columns(
+    Column("d_model", "d_model"),
+    Column("num_layers", "num_layers"),
+    Column("parameters", "parameters", "count"),
+    Column("attention", "attention"),
+    Column("execution", "execution"),
+    Column("warmup", "warm-up", "steps"),
+    Column("tokens_s", "tokens/s"),
+    Column("timer", "timer itself", "%"),
+    Column("first_ms", "first", "ms"),
+    Column("first_ratio", "first / steady", "ratio"),
+)
 #: forward: inference, no graph. The other four belong to a training step: its three parts, each
 #: synchronised, and the step as a whole with one synchronisation at its end.
 PHASES = ("forward", "training forward", "backward", "optimizer", "step")
@@ -31,12 +43,7 @@ WHOLE_STEP = "whole-step"
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions, SamplingOptions):
-    """Options of :class:`Model`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``precisions=["fp32", "bf16"]``, ``warmups=[1]``, ``samples=5``.
-    """
+    """Options of :class:`Model`."""
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")
@@ -152,6 +159,14 @@ class Model(Experiment):
                 )
         return rows
 
+    def work_s(self, case: Case) -> float:
+        """By variants, what is run of each, and the size of the model; compiling takes longest."""
+        config = case.config
+        compiled = sum(each["execution"] == "compiled" for each in config["variants"])
+        each = (3 if config["device"] == "cpu" else 1) + 9 * billions(config)
+        steps = len(config["variants"]) * each * (1 + len(config["modes"])) / 4
+        return float(2 + steps + 40 * compiled)
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
         from bench_harness import roofline
@@ -168,55 +183,30 @@ class Model(Experiment):
             frame["timer"] = 100 * frame["timer_overhead_ms"] / frame["median_ms"]
         if "tokens" in frame:
             frame["tokens_s"] = frame["tokens"] / seconds
-        subject = {
-            "size": "size",
-            "model": "model",
-            "d_model": "d_model",
-            "num_layers": "num_layers",
-            "parameters": "parameters (count)",
-            "batch": "batch",
-            "sequence": "sequence (tokens)",
-            "precision": "precision",
-            "attention": "attention",
-            "execution": "execution",
-            "ran": "attention that ran",
-            "phase": "phase",
-        }
-        times = Table(
-            "Time per phase",
-            row_tables.columns(
-                frame,
-                subject
-                | {"warmup": "warm-up (steps)"}
-                | row_tables.STATISTICS
-                | {
-                    "tokens_s": "tokens/s",
-                    "tflop_s": "TFLOP/s",
-                    "mfu": "MFU (%)",
-                    **roofline.COLUMNS,
-                    "timer": "timer itself (%)",
-                    "status": "status",
-                },
-            ),
-            "Wall clock, device synchronised around every sample. The parts of a training step are "
-            "synchronised one by one, so they add up to more than the step. MFU refers to a matrix "
-            "product measured in the same process and precision; the S×S attention products are "
-            "counted in full. Where the timer itself is more than 1 % of the median, the figure is "
-            f"marked too short to quote. {roofline.NOTE}",
+        subject = (
+            "size model d_model num_layers parameters batch sequence precision attention execution "
+            "ran phase"
         )
-        tables = [times]
+        tables = [
+            _COLUMNS.table(
+                "Time per phase",
+                frame,
+                f"{subject} warmup {row_tables.STATISTICS} tokens_s tflop_s mfu "
+                f"{row_tables.ROOFLINE} timer status",
+                "Wall clock, device synchronised around every sample. The parts of a training step "
+                "are synchronised one by one, so they add up to more than the step. MFU refers to "
+                "a matrix product measured in the same process and precision; the S×S attention "
+                "products are counted in full. Where the timer itself is more than 1 % of the "
+                f"median, the figure is marked too short to quote. {roofline.NOTE}",
+            )
+        ]
         done = row_tables.finished(frame)
         if "warmup" in done and done["warmup"].nunique() > 1:
-            study = done[done["phase"].isin(["forward", "backward", "step"])]
             tables.append(
-                Table(
+                _COLUMNS.table(
                     "Effect of warm-up",
-                    row_tables.columns(
-                        study,
-                        subject
-                        | {"warmup": "warm-up (steps)"}
-                        | {k: row_tables.STATISTICS[k] for k in ("mean_ms", "std_ms", "median_ms")},
-                    ),
+                    done[done["phase"].isin(["forward", "backward", "step"])],
+                    f"{subject} warmup mean_ms std_ms median_ms",
                     "Without warm-up the first sample holds memory allocation, kernel loading and "
                     "library initialisation; every case is a fresh process.",
                 )
@@ -226,18 +216,12 @@ class Model(Experiment):
             ratio = first["first_ms"] / first["median_ms"]
             first["first_ratio"] = ratio.where(marks.steady(first))
             tables.append(
-                Table(
+                _COLUMNS.table(
                     "First step against steady state",
-                    row_tables.columns(
-                        first,
-                        subject
-                        | {
-                            "first_ms": "first (ms)",
-                            "median_ms": "steady median (ms)",
-                            "first_ratio": "first / steady (ratio)",
-                        },
-                    ),
+                    first,
+                    f"{subject} first_ms median_ms first_ratio",
                     "The first variant of a case also pays for what all variants share.",
+                    {"median_ms": "steady median (ms)"},
                 )
             )
         return tables

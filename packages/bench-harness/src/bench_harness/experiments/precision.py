@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table
+from bench_harness.core import Case, Column, Row, Table
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
@@ -13,8 +13,15 @@ from bench_harness.experiments.base import DeviceOptions, Experiment
 if TYPE_CHECKING:
     import pandas as pd
     import torch
-    from matplotlib.figure import Figure as MatplotlibFigure
 
+_COLUMNS = row_tables.Columns(
+    Column("variant", "accumulator += term"),
+    Column("additions", "additions", "count"),
+    Column("value", "sum", "1", 7),
+    Column("exact", "exact", "1", 7),
+    Column("error", "error", "%", 7),
+    Column("why", "why"),
+)
 _TERM = 0.01
 
 _EXPLANATIONS = {
@@ -77,6 +84,10 @@ class Precision(Experiment):
             rows.append({"variant": name, "kind": "dtypes", **dtype_report(dtype, device)})
         return rows
 
+    def work_s(self, case: Case) -> float:
+        """A moment."""
+        return 0.3
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Values with their error and its reason; one line per tensor of the dtype report."""
         import pandas as pd
@@ -91,20 +102,10 @@ class Precision(Experiment):
         reports = done[done["kind"] == "dtypes"].set_index("variant")
         tensors = [name for name in _TENSORS if name in reports]
         return [
-            Table(
+            _COLUMNS.table(
                 "Accumulating 0.01",
-                row_tables.columns(
-                    sums,
-                    {
-                        "variant": "accumulator += term",
-                        "additions": "additions (count)",
-                        "value": "sum (1)",
-                        "exact": "exact (1)",
-                        "error": "error (%)",
-                        "why": "why",
-                    },
-                    digits=7,
-                ),
+                sums,
+                "variant additions value exact error why",
                 "Accumulate in fp32 even where the terms are fp16: a term's rounding stays the "
                 "size of the term, an accumulator's grows with the sum.",
             ),
@@ -120,53 +121,6 @@ class Precision(Experiment):
                 "layer normalisation keeps its input's dtype.",
             ),
         ]
-
-    def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """How far every accumulation ends from the exact value; the dtype of every tensor."""
-        done = row_tables.finished(rows)
-        if "kind" not in done or not (done["kind"] == "accumulation").any():
-            return []
-        return [
-            Figure(
-                "precision",
-                "Error of accumulation; dtypes under autocast",
-                _draw(done),
-                "Above: distance of the sum from its exact value, as a share of it. Below: a "
-                "column per autocast dtype.",
-            )
-        ]
-
-
-def _draw(done: pd.DataFrame) -> MatplotlibFigure:
-    from bench_harness.display.plots import COLOURS, new_figure
-
-    figure, axes = new_figure(rows=2, height=5)
-    sums = done[done["kind"] == "accumulation"]
-    exact = sums["additions"] * _TERM
-    error = (sums["value"] / exact - 1).abs()
-    plot = axes[0, 0]
-    bars = plot.barh(sums["variant"], error, color=COLOURS[0])
-    plot.bar_label(bars, [f"{value:.2g}" for value in error], padding=3)
-    plot.set_xscale("log")
-    plot.set_xlim(error[error > 0].min() / 5 if (error > 0).any() else 1e-9, 1)
-    plot.invert_yaxis()
-    plot.set_xlabel(f"error of {int(sums['additions'].iloc[0])} × {_TERM} (share of the sum)")
-    plot.set_title("accumulator += term")
-    reports = done[done["kind"] == "dtypes"]
-    grid, tensors = axes[1, 0], [name for name in _TENSORS if name in reports]
-    shades = {"float32": COLOURS[0], "bfloat16": COLOURS[4], "float16": COLOURS[1]}
-    for column, (_, report) in enumerate(reports.iterrows()):
-        for line, name in enumerate(tensors):
-            shade = shades.get(report[name], "grey")
-            grid.barh(line, 0.96, left=column, color=shade, alpha=0.45)
-            grid.text(column + 0.48, line, report[name], ha="center", va="center")
-    grid.set_yticks(range(len(tensors)), [_TENSORS[name] for name in tensors])
-    grid.set_xticks([column + 0.48 for column in range(len(reports))], reports["variant"])
-    grid.invert_yaxis()
-    grid.grid(False)
-    grid.set_xlabel("autocast (dtype)")
-    grid.set_title("dtype of each tensor")
-    return figure
 
 
 _TENSORS = {

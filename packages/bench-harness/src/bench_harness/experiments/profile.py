@@ -1,24 +1,18 @@
-"""Kernels of inference and of a training step, phase by phase, by torch.profiler or Nsight Systems.
-
-The program that Nsight Systems runs is this module itself: ``python -m
-bench_harness.experiments.profile CASE.json FINISHED``.
-"""
+"""Kernels of inference and of a training step by phase, by torch.profiler or Nsight Systems."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.workload import PRECISIONS, SIZES
+from bench_harness.workload import PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +20,22 @@ if TYPE_CHECKING:
 
     from bench_harness.traces.trace import Trace
 
+_COLUMNS = row_tables.Columns(
+    Column("tool", "recorded by"),
+    Column("window_ms", "wall clock", "ms"),
+    Column("busy_ms", "kernels", "ms"),
+    Column("matmul_share", "matmul", "%"),
+    Column("fused_share", "fused attention", "%"),
+    Column("what", "what"),
+    Column("range", "part"),
+    Column("gflop", "operations", "GFLOP"),
+    Column("gflop_s", "achieved", "GFLOP/s"),
+    Column("kernel", "kernel"),
+    Column("work", "work"),
+    Column("count", "runs", "count"),
+    Column("total_ms", "total", "ms"),
+    Column("share", "of the phase", "%"),
+)
 PHASES = ("inference", "forward", "backward", "optimizer")
 #: Ranges that naive attention records around its steps.
 RANGES = ("attention.scores", "attention.softmax", "attention.output")
@@ -36,12 +46,7 @@ _SHOWN_KERNELS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Options(SubjectOptions):
-    """Options of :class:`Profile`.
-
-    Small enough for a quick run on two cores: ``sizes=["custom"]``, ``d_model=64``, ``d_ff=128``,
-    ``num_layers=2``, ``num_heads=2``, ``vocab_size=256``, ``batch=2``, ``sequences=[64]``,
-    ``warmup=1``.
-    """
+    """Options of :class:`Profile`."""
 
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
     batch: int = option(4, "Sequences per batch.")
@@ -97,19 +102,11 @@ class Profile(Experiment):
         device = device_of(config["device"])
         progress(f"recording with {config['tool']}")
         if config["tool"] == "nsight":
-            nsight.nsys()
-            settings = Path("case.json").absolute()
-            settings.write_text(json.dumps(config), encoding="utf-8")
-            finished = Path("finished").absolute()
-            export = nsight.record(
-                [sys.executable, "-m", __name__, str(settings), str(finished)],
-                Path("nsight").absolute(),
-                finished=finished,
-                timeout_s=case.timeout_s / 3,
+            export, _ = nsight.run_and_record(
+                f"{__name__}:under_nsight", config, Path("nsight"), timeout_s=case.timeout_s / 3
             )
             trace = nsight.load(export)
-            for scaffold in (export, settings, finished):  # the report itself stays
-                scaffold.unlink()
+            export.unlink()  # the report itself stays
         else:
             path = Path(_TRACE)
             step = prepare(config, device)
@@ -123,95 +120,60 @@ class Profile(Experiment):
         facts = {} if "model" in config else shape_row(language_model_config(config))
         return rows_of(trace, {**facts, "spans": _spans(trace)}, config)
 
+    def work_s(self, case: Case) -> float:
+        """By the size of the model; Nsight Systems starts and exports."""
+        slow = case.config["tool"] == "nsight"
+        return 1.2 + 2.5 * billions(case.config) + 10.0 * bool(slow)
+
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""
         import pandas as pd
 
         from bench_harness.traces.trace import short_name
 
-        cell = {
-            "model": "model",
-            "size": "size",
-            "sequence": "sequence (tokens)",
-            "precision": "precision",
-            "tool": "recorded by",
-        }
+        cell = "model size sequence precision tool"
         if "kind" not in rows:
-            return [Table("Phases", row_tables.columns(rows, {**cell, "status": "status"}))]
+            return [_COLUMNS.table("Phases", rows, f"{cell} status")]
         done = row_tables.finished(rows)
         spans = done["spans"].iloc[0] if len(done) else ""
         done = done.assign(kernel=done["kernel"].map(short_name, na_action="ignore"))
         phases = done[done["kind"] == "phase"]
-        shown = pd.concat([phases, rows[rows["status"] != "ok"]])
         kernels = done[done["kind"] == "kernel"]
-        named = {
-            "phase": "phase",
-            "kernel": "kernel",
-            "work": "work",
-            "count": "runs (count)",
-            "total_ms": "total (ms)",
-            "share": "of the phase (%)",
-        }
-        top = kernels[kernels["rank"] <= _SHOWN_KERNELS]
+        longest = {"kernel": "longest kernel", "count": "its runs (count)"}
+        named = f"{cell} phase kernel work count total_ms share"
         without = kernels[kernels["work"] == "other"]
-        other = without.groupby(["case_key", "phase"], sort=False).head(5)
         return [
-            Table(
+            _COLUMNS.table(
                 "Phases",
-                row_tables.columns(
-                    shown,
-                    {
-                        **cell,
-                        "phase": "phase",
-                        "window_ms": "wall clock (ms)",
-                        "busy_ms": "kernels (ms)",
-                        "matmul_share": "matmul (%)",
-                        "fused_share": "fused attention (%)",
-                        "kernel": "longest kernel",
-                        "count": "its runs (count)",
-                        "status": "status",
-                    },
-                ),
+                pd.concat([phases, rows[rows["status"] != "ok"]]),
+                f"{cell} phase window_ms busy_ms matmul_share fused_share kernel count status",
                 f"Spans: {spans}. A phase is a window with the device synchronised at both ends, "
                 "so backward's kernels count as backward whichever thread launched them.",
+                longest,
             ),
-            Table(
+            _COLUMNS.table(
                 "Inference against a training step",
-                row_tables.columns(
-                    _sums(phases, kernels),
-                    {
-                        **cell,
-                        "what": "what",
-                        "busy_ms": "kernels (ms)",
-                        "matmul_share": "matmul (%)",
-                        "kernel": "longest kernel",
-                        "count": "its runs (count)",
-                        "total_ms": "its total (ms)",
-                    },
-                ),
+                _sums(phases, kernels),
+                f"{cell} what busy_ms matmul_share kernel count total_ms",
                 "Sums over phases. A training step is forward, backward and AdamW.",
+                longest | {"total_ms": "its total (ms)"},
             ),
-            Table(
+            _COLUMNS.table(
                 "Softmax against matrix products in attention",
-                row_tables.columns(
-                    done[done["kind"] == "range"],
-                    {
-                        **cell,
-                        "phase": "phase",
-                        "range": "part",
-                        "total_ms": "kernels (ms)",
-                        "gflop": "operations (GFLOP)",
-                        "gflop_s": "achieved (GFLOP/s)",
-                    },
-                ),
+                done[done["kind"] == "range"],
+                f"{cell} phase range total_ms gflop gflop_s",
                 "Only what naive attention's forward launched inside each part, masking and "
                 "scaling included. Softmax counts five operations per score: maximum, "
                 "subtraction, exponential, sum, division.",
+                {"total_ms": "kernels (ms)"},
             ),
-            Table("Longest kernels", row_tables.columns(top, {**cell, **named}), _NAMES),
-            Table(
+            _COLUMNS.table(
+                "Longest kernels", kernels[kernels["rank"] <= _SHOWN_KERNELS], named, _NAMES
+            ),
+            _COLUMNS.table(
                 "Longest kernels without matrix products",
-                row_tables.columns(other, cell | named),
+                without.groupby(["case_key", "phase"], sort=False).head(5),
+                named,
                 _NAMES,
             ),
         ]
@@ -416,18 +378,12 @@ def _spans(trace: Trace) -> str:
     return "GPU kernels" if trace.on_device else "host operators, nested ones left out (CPU)"
 
 
-def _under_nsight(settings: Path, finished: Path) -> None:
-    """The program that Nsight Systems runs: the same phases, with every range as NVTX."""
+def under_nsight(config: Row) -> None:
+    """What Nsight Systems records: the same phases, with every range as NVTX."""
     import torch
 
     from bench_harness.workload import device_of
 
-    config = json.loads(settings.read_text(encoding="utf-8"))
     step = prepare(config, device_of(config["device"]))
     with torch.autograd.profiler.emit_nvtx():
         step()
-    finished.touch()
-
-
-if __name__ == "__main__":
-    _under_nsight(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -16,9 +16,9 @@ from bench_harness.distributed import (
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
-from bench_harness.sampling import SamplingOptions
+from bench_harness.timing import SamplingOptions
 from bench_harness.training import settings
-from bench_harness.workload import SIZES
+from bench_harness.workload import SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,6 +182,15 @@ class TrainStep(Experiment):
             return weigh_alone(case.config)
         ranks = run_on_ranks(case, progress, measure_rank, str(Path.cwd()))
         return [merged(list(each)) for each in zip(*ranks, strict=True)]
+
+    def work_s(self, case: Case) -> float:
+        """By variants, each built, proven and compiled, and their rounds."""
+        config, count = case.config, len(case.config["variants"])
+        if config["device"] == "cpu":
+            return float(2 + count * (0.2 * config["rounds"] + 5 * billions(config)))
+        if config["alone"]:
+            return 4.0 * count
+        return float(10 + count * (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config)))
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, the bucket model."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import pandas as pd
 
 from bench_harness import roofline
-from bench_harness.core import Figure, Table
-from bench_harness.display import marks, row_tables, units
+from bench_harness.core import Column, Figure, Row, Table
+from bench_harness.display import cells, marks, row_tables
 from bench_harness.display.plots import COLOURS, new_figure
-from bench_harness.experiments import recomputation
-from bench_harness.experiments.bucket_model import MISS_TOLERANCE, draw_fit, fit_table
+from bench_harness.experiments.bucket_model import draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.store import PARTIAL
 from bench_harness.traces import waterfall
@@ -22,22 +21,59 @@ from bench_harness.training import settings as of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as MatplotlibFigure
 
-_CELL = {
-    "model": "model",
-    "size": "size",
-    "batch": "batch per rank",
-    "sequence": "sequence (tokens)",
-    "precision": "precision",
-    "compile": "compiled",
-    "world_size": "world size (ranks)",
-}
+_COLUMNS = row_tables.Columns(
+    Column("batch", "batch per rank"),
+    Column("compile", "compiled"),
+    Column("fastest_ms", "fastest", "ms"),
+    Column("slowest_ms", "slowest", "ms"),
+    Column("exposed_step_ms", "exposed communication", "ms"),
+    Column("share", "of the step", "%"),
+    Column("speedup", "speedup over naive", "ratio"),
+    Column("speedup_low", "speedup 95 % low", "ratio"),
+    Column("speedup_high", "speedup 95 % high", "ratio"),
+    Column("optimizer_ms_median", "optimizer alone", "ms"),
+    Column("host_ms_median", "host", "ms"),
+    Column("peak_gib", "peak memory", "GiB"),
+    Column("finished_rounds", "finished rounds", "count"),
+    Column("error", "why"),
+    Column("moment", "moment"),
+    Column("parameter_gib", "parameters", "GiB"),
+    Column("gradient_gib", "gradients", "GiB"),
+    Column("state_gib", "optimizer state", "GiB"),
+    Column("predicted_gib", "predicted sum", "GiB"),
+    Column("host_state_gib", "state in host memory", "GiB"),
+    Column("predicted_host_state_gib", "predicted there", "GiB"),
+    Column("allocated_gib", "allocated", "GiB"),
+    Column("collectives", "collectives", "count"),
+    Column("in_backward", "started in backward", "count"),
+    Column("payload_mib", "payload", "MiB"),
+    Column("communication_ms", "total", "ms"),
+    Column("hidden_ms", "hidden", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("exposed_min_ms", "exposed, least rank", "ms"),
+    Column("idle_ms", "idle", "ms"),
+    Column("spans", "spans"),
+    Column("part", "part"),
+    Column("spent_ms", "time", "ms"),
+    Column("least_ms", "at the measured ceiling", "ms"),
+    Column("reached", "of the ceiling", "%"),
+    Column("gathers", "gathers", "count"),
+    Column("late_gathers", "late", "count"),
+    Column("late_ms", "computation waited", "ms"),
+    Column("late_max_ms", "on another rank up to", "ms"),
+    Column("rank", "rank", "number"),
+    Column("number", "gather", "number"),
+    Column("unit", "unit"),
+    Column("gather_ms", "gather itself", "ms"),
+)
+_CELL = "model size batch sequence precision compile world_size"
+_ROW = f"{_CELL} variant"
 _PARTIAL_NOTE = (
     " Partial: the case was stopped, and its figures are of the finished rounds alone; pictures "
     "and the other tables leave them out."
 )
 #: A part of the memory further than this from its prediction is flagged.
 _TOLERANCE = 0.03
-_PARTS = ("parameter", "gradient", "state")
 #: What a rank holds by the name of its part in a row.
 _KINDS = {"parameter": "parameters", "gradient": "gradients", "state": "optimizer state"}
 #: Names of the course's comparison by column, where they are not those of the wrappers.
@@ -48,7 +84,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     """Every table that the rows have something for."""
     frame = with_summary(rows)
     if "settings" not in frame:
-        return [Table("Training steps", row_tables.columns(frame, _CELL | {"status": "status"}))]
+        return [_COLUMNS.table("Training steps", frame, f"{_CELL} status")]
     frame = roofline.with_roofline(compared(frame))
     if "model_flops" in frame and "ceiling_tflop_s" in frame:  # a stopped case has no ceilings
         rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
@@ -58,17 +94,15 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         made.append(_steps(frame))
     done = row_tables.finished(frame)
     timed = done[done["median_ms"].notna()]
-    if "memory" in done and done["memory"].notna().any():
-        made.append(_memory(done))
-    made += recomputation.tables(done)
-    if "communication_ms" in done and done["communication_ms"].notna().any():
-        made.append(_communication(done[done["communication_ms"].notna()]))
-    if "stragglers" in done and done["stragglers"].notna().any():
-        made += _stragglers(done[done["stragglers"].notna()])
-    if "waterfall" in done and done["waterfall"].notna().any():
-        made.append(_waterfall(done[done["waterfall"].notna()]))
-    if "gathers" in done and done["gathers"].notna().any():
-        made += _gathers(done[done["gathers"].notna()])
+    for name, make in (
+        ("memory", _memory),
+        ("communication_ms", _communication),
+        ("waterfall", _waterfall),
+        ("gathers", _gathers),
+        ("latest_gathers", _latest_gathers),
+    ):
+        if name in done and len(held := done[done[name].notna()]):
+            made.append(make(held))
     if len(timed):
         # Rows from before this option always showed it.
         if (
@@ -77,19 +111,9 @@ def tables(rows: pd.DataFrame) -> list[Table]:
         ):
             made.append(_published(timed))
         fitted = fit_table(timed)
-        if len(fitted):
-            made.append(
-                Table(
-                    "Bucket overhead model",
-                    fitted,
-                    "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket "
-                    "counts that the wrapper really used; b* = √(s·o·w), at least the largest "
-                    "parameter. Predicted: the same with o and w of all-reduces alone, t = o + "
-                    f"S/w, timed in the same run; a T* further than {MISS_TOLERANCE:.0%} from it "
-                    "is flagged.",
-                )
-            )
-    return made
+        if fitted is not None:
+            made.append(fitted)
+    return [table for table in made if len(table.frame)]
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
@@ -162,32 +186,12 @@ def _median(times: list[float]) -> float:
 
 
 def _steps(frame: pd.DataFrame) -> Table:
-    return Table(
+    return _COLUMNS.table(
         "Training steps",
-        row_tables.columns(
-            frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
-            _CELL
-            | {"variant": "variant"}
-            | row_tables.STATISTICS
-            | {
-                "fastest_ms": "fastest (ms)",
-                "slowest_ms": "slowest (ms)",
-                "exposed_step_ms": "exposed communication (ms)",
-                "share": "of the step (%)",
-                "speedup": "speedup over naive (ratio)",
-                "speedup_low": "speedup 95 % low (ratio)",
-                "speedup_high": "speedup 95 % high (ratio)",
-                "optimizer_ms_median": "optimizer alone (ms)",
-                "host_ms_median": "host (ms)",
-                "peak_gib": "peak memory (GiB)",
-                "mfu": "MFU (%)",
-                **roofline.COLUMNS,
-                "finished_rounds": "finished rounds (count)",
-                "ran": "attention that ran",
-                "status": "status",
-                "error": "why",
-            },
-        ),
+        frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
+        f"{_ROW} {row_tables.STATISTICS} fastest_ms slowest_ms exposed_step_ms share speedup "
+        "speedup_low speedup_high optimizer_ms_median host_ms_median peak_gib mfu "
+        f"{row_tables.ROOFLINE} finished_rounds ran status error",
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
@@ -198,72 +202,36 @@ def _steps(frame: pd.DataFrame) -> Table:
 
 
 def _memory(done: pd.DataFrame) -> Table:
-    lines = [
-        {**{name: row[name] for name in [*_CELL, "variant"] if name in row}, **moment}
-        for _, row in done.iterrows()
-        if isinstance(row["memory"], list)
-        for moment in row["memory"]
-    ]
-    frame = pd.DataFrame(lines)
-    predicted = sum(frame[f"predicted_{part}_bytes"] for part in _PARTS)
-    frame["predicted_bytes"] = predicted
+    frame = row_tables.entries(done, "memory", _ROW)
+    frame["predicted_bytes"] = sum(frame[f"predicted_{part}_bytes"] for part in _KINDS)
     frame["missed"] = False
-    for part in _PARTS:
+    for part in [*_KINDS, *(["host_state"] if "host_state_bytes" in frame else [])]:
         expected = frame[f"predicted_{part}_bytes"]
         frame["missed"] |= (frame[f"{part}_bytes"] - expected).abs() > _TOLERANCE * expected
-    if "host_state_bytes" in frame:
-        expected = frame["predicted_host_state_bytes"]
-        frame["missed"] |= (frame["host_state_bytes"] - expected).abs() > _TOLERANCE * expected
     for name in [str(c) for c in frame if str(c).endswith("_bytes")]:
         frame[name.replace("_bytes", "_gib")] = frame[name].astype("float64") / 2**30
-    return Table(
+    return _COLUMNS.table(
         "Memory per rank at its moments",
-        row_tables.columns(
-            frame,
-            _CELL
-            | {
-                "variant": "variant",
-                "moment": "moment",
-                "parameter_gib": "parameters (GiB)",
-                "gradient_gib": "gradients (GiB)",
-                "state_gib": "optimizer state (GiB)",
-                "predicted_gib": "predicted sum (GiB)",
-                "host_state_gib": "state in host memory (GiB)",
-                "predicted_host_state_gib": "predicted there (GiB)",
-                "missed": "prediction missed",
-                "allocated_gib": "allocated (GiB)",
-                "peak_gib": "peak until then (GiB)",
-            },
-        ),
+        frame,
+        f"{_ROW} moment parameter_gib gradient_gib state_gib predicted_gib host_state_gib "
+        "predicted_host_state_gib missed allocated_gib peak_gib",
         "The second step, or the first where the case says so; sizes of the tensors themselves, "
         "the fullest rank's. On a GPU 'allocated' is the allocator's figure, and the peak, reset "
         "at each moment, holds activations and temporary buffers. Predicted: the accounting of "
         f"ZeRO's stages; a part that is off by more than {_TOLERANCE:.0%} is flagged.",
+        {"peak_gib": "peak until then (GiB)"},
     )
 
 
 def _communication(profiled: pd.DataFrame) -> Table:
-    profiled = profiled.copy()
     if "payload_bytes" in profiled:
-        profiled["payload_mib"] = profiled["payload_bytes"].astype("float64") / 2**20
-    return Table(
+        payload = profiled["payload_bytes"].astype("float64") / 2**20
+        profiled = profiled.assign(payload_mib=payload)
+    return _COLUMNS.table(
         "Communication in one profiled step",
-        row_tables.columns(
-            profiled,
-            _CELL
-            | {
-                "variant": "variant",
-                "collectives": "collectives (count)",
-                "in_backward": "started in backward (count)",
-                "payload_mib": "payload (MiB)",
-                "communication_ms": "total (ms)",
-                "hidden_ms": "hidden (ms)",
-                "exposed_ms": "exposed (ms)",
-                "exposed_min_ms": "exposed, least rank (ms)",
-                "idle_ms": "idle (ms)",
-                "spans": "spans",
-            },
-        ),
+        profiled,
+        f"{_ROW} collectives in_backward payload_mib communication_ms hidden_ms exposed_ms "
+        "exposed_min_ms idle_ms spans",
         "Exposed is communication with nothing computed meanwhile; hidden is the rest. Each "
         "figure is the largest over ranks unless marked. Collectives wait for the slowest rank, "
         "and that waiting counts.",
@@ -272,36 +240,29 @@ def _communication(profiled: pd.DataFrame) -> Table:
 
 def _waterfall(profiled: pd.DataFrame) -> Table:
     """One line per variant and part of its profiled step."""
-    lines = []
-    for _, row in profiled.iterrows():
-        step = sum(row["waterfall"].values())
-        for part in waterfall.PARTS:
-            spent, least = row["waterfall"][part], _least_ms(row, part)
-            lines.append(
-                {**{name: row[name] for name in [*_CELL, "variant"] if name in row}}
-                | {"part": part, "spent_ms": spent, "share": 100 * spent / step}
-                | {"least_ms": least, "reached": 100 * least / spent if spent else float("nan")}
-            )
-    return Table(
+    shares = profiled.assign(parts=profiled.apply(_parts, axis=1))
+    return _COLUMNS.table(
         "Where the time of one profiled step goes",
-        row_tables.columns(
-            pd.DataFrame(lines),
-            _CELL
-            | {
-                "variant": "variant",
-                "part": "part",
-                "spent_ms": "time (ms)",
-                "share": "of the step (%)",
-                "least_ms": "at the measured ceiling (ms)",
-                "reached": "of the ceiling (%)",
-            },
-        ),
+        row_tables.entries(shares, "parts", _ROW),
+        f"{_ROW} part spent_ms share least_ms reached",
         "The rank that waited least for others. Every moment counts for one part, the first of "
         "this list among those that ran, so the parts add up to the step. The loss is what is not "
         "a matrix product of it. Profiling makes the host slower, so more time is idle than in the "
         "timed steps. Ceilings: operations at the rate of a matrix product, AdamW's traffic at the "
         "rate of a copy, both measured in the same process.",
     )
+
+
+def _parts(row: pd.Series[Any]) -> list[Row]:
+    step, found = sum(row["waterfall"].values()), []
+    for part in waterfall.PARTS:
+        spent, least = row["waterfall"][part], _least_ms(row, part)
+        reached = 100 * least / spent if spent else float("nan")
+        found.append(
+            {"part": part, "spent_ms": spent, "share": 100 * spent / step}
+            | {"least_ms": least, "reached": reached}
+        )
+    return found
 
 
 def _least_ms(row: pd.Series[Any], part: str) -> float:
@@ -314,82 +275,27 @@ def _least_ms(row: pd.Series[Any], part: str) -> float:
     return float(work[part] / row["ceiling_tflop_s"] / 1e9)
 
 
-def _lines(profiled: pd.DataFrame, name: str) -> pd.DataFrame:
-    """One line per entry of the lists in a column, with the variant that it belongs to."""
-    return pd.DataFrame(
-        {**{key: row[key] for key in [*_CELL, "variant"] if key in row}, **entry}
-        for _, row in profiled.iterrows()
-        for entry in row[name]
+def _gathers(profiled: pd.DataFrame) -> Table:
+    """How many gathers of sharded parameters came late."""
+    return _COLUMNS.table(
+        "Gathers in one profiled step",
+        profiled,
+        f"{_ROW} gathers late_gathers late_ms late_max_ms",
+        "A gather is late if the computation could have gone on but for its parameters. On a "
+        "GPU that is from the end of the kernel before, or the launch of the next one if that "
+        "was later, to the end of the gather. Counted on the rank that waits least for others: "
+        "elsewhere a gather also waits until the slowest rank has come.",
     )
 
 
-def _gathers(profiled: pd.DataFrame) -> list[Table]:
-    """How many gathers of sharded parameters came late, and the latest of them by name."""
-    what = _CELL | {"variant": "variant"}
-    counts = what | {
-        "gathers": "gathers (count)",
-        "late_gathers": "late (count)",
-        "late_ms": "computation waited (ms)",
-        "late_max_ms": "on another rank up to (ms)",
-    }
-    by_name = what | {
-        "rank": "rank (number)",
-        "number": "gather (number)",
-        "unit": "unit",
-        "gather_ms": "gather itself (ms)",
-        "late_ms": "late by (ms)",
-    }
-    latest = _lines(profiled, "latest_gathers")
-    made = [
-        Table(
-            "Gathers in one profiled step",
-            row_tables.columns(profiled, counts),
-            "A gather is late if the computation could have gone on but for its parameters. On a "
-            "GPU that is from the end of the kernel before, or the launch of the next one if that "
-            "was later, to the end of the gather. Counted on the rank that waits least for others: "
-            "elsewhere a gather also waits until the slowest rank has come.",
-        )
-    ]
-    if len(latest):
-        made.append(
-            Table(
-                "Latest gathers",
-                row_tables.columns(latest, by_name),
-                "On the rank that waited longest. Numbered in the order of the waits.",
-            )
-        )
-    return made
-
-
-def _stragglers(profiled: pd.DataFrame) -> list[Table]:
-    """Who arrived last, by rank, and the collectives that waited longest."""
-    what = _CELL | {"variant": "variant"}
-    by_rank = what | {
-        "rank": "rank (number)",
-        "last": "arrived last (count)",
-        "waited_for_ms": "others waited for it (ms)",
-        "waited_ms": "waited itself (ms)",
-    }
-    by_collective = what | {
-        "number": "collective (number)",
-        "name": "name",
-        "last_rank": "last rank (number)",
-        "wait_ms": "longest wait (ms)",
-    }
-    return [
-        Table(
-            "Stragglers in one profiled step",
-            row_tables.columns(_lines(profiled, "stragglers"), by_rank),
-            "A collective ends on all ranks together, so the rank that spends least time in it "
-            "arrived last, and the others waited for as long as they spend more in it. One "
-            "profiled step: a rank that is last everywhere is worth a look, single waits are not.",
-        ),
-        Table(
-            "Collectives that waited longest",
-            row_tables.columns(_lines(profiled, "latest"), by_collective),
-            "Numbered in the order of their start on rank 0.",
-        ),
-    ]
+def _latest_gathers(profiled: pd.DataFrame) -> Table:
+    return _COLUMNS.table(
+        "Latest gathers",
+        row_tables.entries(profiled, "latest_gathers", _ROW),
+        f"{_ROW} rank number unit gather_ms late_ms",
+        "On the rank that waited longest. Numbered in the order of the waits.",
+        {"late_ms": "late by (ms)"},
+    )
 
 
 def _published(done: pd.DataFrame) -> Table:
@@ -470,7 +376,6 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                 f"{cell['spans'].iloc[0]}.",
             )
         )
-    made += recomputation.figures(done)
     sweep = draw_fit(timed)
     if sweep is not None:
         made.append(
@@ -499,7 +404,7 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
             ys,
             bare,
             colour=COLOURS[0],
-            label="the step without it",
+            label="computation",
             filled=filled,
             height=0.4,
         )
@@ -540,7 +445,7 @@ def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
         for row in held
         for moment in row["memory"]
     ]
-    unit, size = units.scale([sum(parts.values()) for _, parts in bars], "B")
+    unit, size = cells.scale([sum(parts.values()) for _, parts in bars], "B")
     longest = max(len(name) for name, _ in bars)
     figure, axes = new_figure(width=5 + 0.06 * longest, height=1.2 + 0.24 * len(bars))
     plot = axes[0, 0]

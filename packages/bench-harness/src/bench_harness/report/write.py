@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row, Table, plural
-from bench_harness.display.cells import cell, is_missing, split
+from bench_harness.display.cells import cell, is_missing, readable, split
 from bench_harness.display.marks import LEGEND
 from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
-from bench_harness.display.units import readable
 from bench_harness.report.build import Report, Section, where
 from bench_harness.store import RESULTS, Store, StoreError, replace_file
 

@@ -2,20 +2,26 @@
 
 The export's tables exist only if there was something to put into them, and columns differ between
 versions, so both are looked up before they are read. Times in an export are integer nanoseconds.
+
+``python -m bench_harness.traces.nsight MODULE:FUNCTION CASE.json DONE.json`` is the program that is
+recorded: it calls a function with a case's configuration.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from bench_harness.core import CaseSkipped
+from bench_harness.core import CaseSkipped, JsonValue, Row
 from bench_harness.traces.trace import Event, Trace, is_communication
 
 #: First version whose export has the tables read here under these names.
@@ -116,6 +122,34 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
             raise _failure(_IMPORTER, done)
         raw.unlink()
     return export(imported, report.with_suffix(".sqlite"), timeout_s=timeout_s)
+
+
+def run_and_record(
+    function: str, config: Row, report: Path, *, timeout_s: float
+) -> tuple[Path, JsonValue]:
+    """Records a function of this package, which runs as a program of its own.
+
+    Nsight Systems follows programs, not forks. This module is the program.
+
+    Args:
+        function: ``package.module:name``, called with ``config``.
+        report: path of the report without suffix, which stays; in the case's folder.
+        timeout_s: of :func:`record`.
+
+    Returns:
+        The SQLite export, for the caller to remove, and what the function returned.
+
+    Raises:
+        NsightError: of :func:`record`.
+    """
+    settings, finished = (report.with_name(name).absolute() for name in ("case.json", "done.json"))
+    settings.write_text(json.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", __name__, function, str(settings), str(finished)]
+    found = record(command, report.absolute(), finished=finished, timeout_s=timeout_s)
+    returned = json.loads(finished.read_text(encoding="utf-8"))
+    settings.unlink()
+    finished.unlink()
+    return found, returned
 
 
 def export(report: Path, target: Path, *, timeout_s: float = 600.0) -> Path:
@@ -286,3 +320,15 @@ def _ranges(
 def _thread(global_tid: int) -> tuple[int, int]:
     """Process and thread from the export's packed id: 24 bits each, thread lowest."""
     return (global_tid >> 24) & 0xFFFFFF, global_tid & 0xFFFFFF
+
+
+def _main(function: str, settings: str, finished: str) -> None:
+    """The program that Nsight Systems runs."""
+    module, _, name = function.partition(":")
+    config = json.loads(Path(settings).read_text(encoding="utf-8"))
+    returned = getattr(importlib.import_module(module), name)(config)
+    Path(finished).write_text(json.dumps(returned), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -18,7 +18,6 @@ from bench_harness.core import Row
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank
-from bench_harness.traces.stragglers import stragglers
 from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
 
 #: How torch.profiler marks the steps of its schedule.
@@ -146,7 +145,7 @@ def _timed(trace: Trace, name: str, tool: str) -> Recording:
 
 
 def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list[Row]]:
-    """Tables by title: time per recording, work by kind, the longest kernels, who came last.
+    """Tables by title: time per recording, work by kind, the longest kernels, late gathers.
 
     Args:
         most: how many kernels of each recording are listed.
@@ -196,16 +195,6 @@ def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list
         }
         for each in gathered
         for late in each.communication["latest_gathers"]
-    ]
-    arrived = stragglers([each.communication["arrivals"] for each in timed])
-    made["Stragglers"] = [
-        {
-            "recording": timed[entry["rank"]].name,
-            "arrived last (count)": entry["last"],
-            "others waited for it (ms)": round(entry["waited_for_ms"], 6),
-            "waited itself (ms)": round(entry["waited_ms"], 6),
-        }
-        for entry in arrived.get("stragglers", [])
     ]
     return {title: rows for title, rows in made.items() if rows}
 

@@ -9,7 +9,6 @@ from bench_harness.core import Row
 from bench_harness.traces.gathers import gathers, summary
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.picture import timeline
-from bench_harness.traces.stragglers import arrivals, stragglers
 from bench_harness.traces.trace import Trace
 from bench_harness.traces.waterfall import waterfall
 
@@ -32,12 +31,11 @@ def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
         "timeline": timeline(trace, window, [gather["late_ns"] for gather in waited_for]),
         **summary(waited_for),
         "waterfall": waterfall(trace, window),
-        "arrivals": arrivals(trace, window),
     }
 
 
 def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
-    """Communication in a step: largest and least over ranks, stragglers, a timeline to draw.
+    """Communication in a step: largest and least over ranks, and a timeline to draw.
 
     NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
     least waits least, so its timeline shows what the exchange itself takes.
@@ -59,5 +57,4 @@ def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
         kept["latest_gathers"] = [
             {"rank": longest, **gather} for gather in ranks[longest]["latest_gathers"]
         ]
-    arrived = stragglers([rank["arrivals"] for rank in ranks])
-    return {**row, **kept, **arrived, "drawn_rank": drawn}
+    return {**row, **kept, "drawn_rank": drawn}

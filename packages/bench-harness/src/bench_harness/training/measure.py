@@ -25,8 +25,7 @@ from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep
 from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
-from bench_harness.sampling import Enough
-from bench_harness.timing import synchronize
+from bench_harness.timing import Enough, gpu_now, synchronize
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
@@ -184,11 +183,7 @@ def _one_round(
     before = moments.held_before(device) if round_number == 0 else 0
     with training(variant, config, device) as steps:
         if round_number == 0:
-            row |= (
-                facts(steps)
-                | work(steps, variant)
-                | moments.predicted_recomputation(steps, variant)
-            )
+            row |= facts(steps) | work(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(
                 steps, variant, before, first_step=config["first_step"]
@@ -291,6 +286,8 @@ def _block(step: Callable[[], object], calls: int, device: torch.device, row: Ro
     elapsed = time.perf_counter() - begin
     row["samples_ms"].append(round(1e3 * elapsed / calls, 6))
     row["host_ms"].append(round(1e3 * launched / calls, 6))
+    for name, value in gpu_now(device).items():
+        row.setdefault(f"samples_{name}", []).append(value)
     row["device_allocations"] += _device_allocations(device) - allocations
     row["compilations"] += _graphs() - graphs
 

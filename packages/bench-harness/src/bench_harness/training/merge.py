@@ -27,7 +27,6 @@ def merged(ranks: list[Row]) -> Row:
             "samples_ms": [slowest_of(list(size)) for size in zip(*sweeps, strict=True)],
         }
     if "communication_ms" in row:
-        del row["arrivals"]
         row |= over_ranks(ranks)
     return row
 

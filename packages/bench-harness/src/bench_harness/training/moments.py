@@ -185,34 +185,3 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     states = getattr(optimizer, "optim", optimizer).state.values()
     tensors = (v for state in states for v in state.values() if isinstance(v, torch.Tensor))
     return _nbytes(tensors)
-
-
-def predicted_recomputation(steps: Training, variant: Settings) -> Row:
-    """Bytes that a step of the language model keeps for backward and recomputes, from shapes.
-
-    Empty for what the arithmetic does not cover: autocast, which keeps activations of both
-    precisions, sharded parameters, and a loss that keeps all logits.
-    """
-    shape = steps.workload.model_config
-    plain = variant.precision != "bf16" and variant.zero_stage == 0
-    if shape is None or not plain or variant.loss != "chunked" or variant.attention == "naive":
-        return {}
-    from bench_harness.activation_memory import activation_memory
-
-    batch, sequence = steps.workload.args[0].shape
-    memory = activation_memory(
-        shape,
-        batch=batch,
-        seq=sequence,
-        itemsize=4,
-        checkpoint_blocks=variant.checkpoint_blocks,
-        keep_attention=variant.keep_attention,
-        compiled=variant.compile != "off",
-    )
-    # The loss makes the gradients of the last hidden states and of the head in forward.
-    head = 4.0 * shape.vocab_size * shape.d_model
-    return {
-        "predicted_kept_bytes": memory.kept + memory.ends,
-        "predicted_backward_bytes": memory.recomputed
-        + max(memory.kept + memory.ends, steps.gradient_bytes - head),
-    }

@@ -1,19 +1,13 @@
-"""One training step of each variant under Nsight Systems: one report per variant.
-
-The program that Nsight Systems runs is this module itself: ``python -m
-bench_harness.training.nsight CASE.json INDEX FINISHED``. It starts every rank as a program
-of its own, because Nsight Systems follows programs, not forks.
-"""
+"""One training step of each variant under Nsight Systems: one report per variant."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row
+from bench_harness.traces import nsight
 from bench_harness.training import settings as of
 
 if TYPE_CHECKING:
@@ -27,29 +21,21 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
         NsightMissingError: no usable ``nsys``; the case is skipped.
         NsightError: recording failed, or a report holds no kernels.
     """
-    from bench_harness.traces import nsight
-
-    nsight.nsys()
     variants = [of.stored(table) for table in config["variants"]]
-    settings = Path("case.json").absolute()
-    settings.write_text(json.dumps(config), encoding="utf-8")
     found = []
     for index, (name, variant) in enumerate(zip(of.labels(variants), variants, strict=True)):
         progress(f"recording {name} with Nsight Systems")
-        finished = Path("finished.json").absolute()
-        export = nsight.record(
-            [sys.executable, "-m", __name__, str(settings), str(index), str(finished)],
-            Path(f"step-{index}").absolute(),
-            finished=finished,
+        report = Path(f"step-{index}.nsys-rep")
+        export, counted = nsight.run_and_record(
+            f"{__name__}:under_nsight",
+            {**config, "recorded": variant.table()},
+            report.with_suffix(""),
             timeout_s=timeout_s / len(variants),
         )
         progress(f"reading the report of {name}")
-        counted = json.loads(finished.read_text(encoding="utf-8"))
-        about = {"variant": name, "settings": variant.table(), "report": f"step-{index}.nsys-rep"}
+        about = {"variant": name, "settings": variant.table(), "report": report.name}
         found.append({**about, **counted, **read(export, config["world_size"])})
-        finished.unlink()
         export.unlink()  # the report itself stays
-    settings.unlink()
     return found
 
 
@@ -59,7 +45,6 @@ def read(export: Path, world_size: int) -> Row:
     Raises:
         NsightError: the report does not hold kernels of every rank.
     """
-    from bench_harness.traces import nsight
     from bench_harness.traces.step import of_rank, over_ranks
 
     found_on = nsight.devices(export)
@@ -80,7 +65,6 @@ def measure_rank(
     world_size: int,
     device: torch.device,
     config: Mapping[str, Any],
-    index: int,
 ) -> Row:
     """One rank's part: warm-up, then one step in a range of its own."""
     import torch.distributed as dist
@@ -89,7 +73,7 @@ def measure_rank(
     from bench_harness.training.build import training
     from bench_harness.training.measure import STEP, facts
 
-    with training(of.stored(config["variants"][index]), config, device) as steps:
+    with training(of.stored(config["recorded"]), config, device) as steps:
         with phase("warm-up", device):
             for _ in range(config["warmup"]):
                 steps.step()
@@ -99,24 +83,15 @@ def measure_rank(
         return {**facts(steps), **steps.stats()}
 
 
-def _main(settings: Path, index: int, finished: Path) -> None:
-    """The program that Nsight Systems runs."""
+def under_nsight(config: Row) -> Row:
+    """What Nsight Systems records: every rank as a program of its own. Returns the counts."""
     from bench_harness.ranks import launch
 
-    config = json.loads(settings.read_text(encoding="utf-8"))
-    results = launch(
+    counted: Row = launch(
         measure_rank,
         config["world_size"],
         config,
-        index,
         backend="nccl" if config["device"] == "cuda" else "gloo",
         start_method="spawn",
-    )
-    finished.write_text(json.dumps(results[0]), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    # By its importable name: ranks look the function up in the module that it says it is from.
-    from bench_harness.training import nsight
-
-    nsight._main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    )[0]
+    return counted

@@ -89,15 +89,16 @@ def plain(
 
     Args:
         fused: one kernel for all parameters; None means on CUDA only.
-        offload_state: the state rests in host memory, by :class:`shard_optim.OffloadedOptimizer`.
+        offload_state: the state rests in host memory, by :class:`shard_optim.ShardedOptimizer`.
     """
     arguments |= over.settings(lr, fused)
     if over.capturable:
         arguments["capturable"] = True
     if offload_state:
-        from shard_optim import OffloadedOptimizer
+        from shard_optim import ShardedOptimizer
 
-        return OffloadedOptimizer(over.module.parameters(), cls, **arguments)
+        arguments["offload_state"] = True
+        return ShardedOptimizer(over.module.parameters(), cls, **arguments)
     return cls(over.module.parameters(), **arguments)
 
 
@@ -116,7 +117,7 @@ def muon(
 ) -> MuonAndAdamW:
     """:class:`torch.optim.Muon` for the matrices of the blocks, AdamW for everything else.
 
-    Under ``fully-sharded``, :class:`shard_optim.WholeMatrixOptimizer` updates each matrix whole.
+    Under ``fully-sharded``, :class:`shard_optim.ShardedOptimizer` updates each matrix whole.
     """
     return MuonAndAdamW(over.module, over.matrices, **over.settings(lr, fused))
 
@@ -172,7 +173,7 @@ class MuonAndAdamW:
         how: dict[str, Any] = {"lr": lr, "adjust_lr_fn": "match_rms_adamw"}
         muon: torch.optim.Optimizer
         if isinstance(module, shard_optim.FullyShardedDataParallel):
-            muon = shard_optim.WholeMatrixOptimizer(inside, torch.optim.Muon, **how)
+            muon = shard_optim.ShardedOptimizer(inside, torch.optim.Muon, partition="whole", **how)
         else:
             muon = torch.optim.Muon(inside, **how)
         others = [p for name, p in named.items() if name not in matrices]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bench_harness.sampling import Enough
-from bench_harness.timing import Samples, record_sample
+from bench_harness.timing import Enough, Samples, record_sample
 from bench_harness.training.build import Training, training
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def measure_phases(
 
     Args:
         config: of a case: what is trained, ``modes``, ``warmup``, ``samples`` of a round, and how
-            long sampling may go on (:class:`bench_harness.sampling.Enough`). Without warm-up
+            long sampling may go on (:class:`bench_harness.timing.Enough`). Without warm-up
             there is one round, whose first sample is that of a cold start.
     """
     timings: dict[str, dict[str, Samples]] = {name: {} for name in variants}
@@ -84,8 +83,7 @@ def _keep(timings: dict[str, Samples], found: dict[str, Samples], *, measured: b
         if kept.first_ms is None:
             kept.first_ms = samples.wall_ms[0]
         if measured:
-            kept.wall_ms += samples.wall_ms
-            kept.device_ms += samples.device_ms
+            kept.extend(samples)
 
 
 def _readings(timings: Mapping[str, Mapping[str, Samples]]) -> list[list[float]]:

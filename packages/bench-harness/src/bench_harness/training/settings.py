@@ -124,6 +124,11 @@ class Settings:
                 f"offload_state must be off in {optimizer.title}, but got True. Remove it, or set "
                 'optimizer = { name = "sharded", offload_state = true }.'
             )
+        if self.offloads and self.zero_stage == 0:
+            raise ValueError(
+                "offload_state must come with optimizer state in shards, but got "
+                f'{self.label()}. Set optimizer = {{ name = "sharded", offload_state = true }}.'
+            )
         if shards and optimizer.name in ("sharded", "zero-redundancy"):
             raise ValueError(
                 f"optimizer must be an unsharded one under {wrapper.title}, but got "

@@ -96,8 +96,13 @@ def fsdp2(
         CaseSkipped: ``symmetric_memory`` without NCCL, or with a torch that does not offer it.
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+    if symmetric_memory and not hasattr(FSDPModule, "set_symm_mem_for_comm"):
+        raise CaseSkipped(
+            "symmetric_memory must have a torch whose FSDP2 has set_symm_mem_for_comm, but got "
+            f"torch {torch.__version__}. Install a newer one."
+        )
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     device = next(module.parameters()).device.type
     if symmetric_memory:
@@ -197,7 +202,7 @@ def nccl_group(
     """A group with these NCCL settings, made once: a communicator is never given back.
 
     Raises:
-        CaseSkipped: the ranks talk over something else, or torch does not have a setting.
+        CaseSkipped: the ranks talk over something else.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -212,14 +217,8 @@ def nccl_group(
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
         if zero_ctas:
-            policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
-            if policy is None:
-                raise CaseSkipped(
-                    f"symmetric_memory must have a torch whose NCCL groups have a policy of thread "
-                    f"blocks, but got torch {torch.__version__}. Install a newer one."
-                )
             config: Any = options.config
-            config.cta_policy = policy
+            config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
         made = dist.new_group(pg_options=options)
         assert isinstance(made, dist.ProcessGroup), "every rank is in the group"
         _NCCL_GROUPS[key] = made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import socket
 import threading
 import time
 import weakref
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from ddp_lite.bucket_sizes import bytes_from_mb
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
-from ddp_lite.ranks import MEBIBYTE, Peer, Ranks, all_gather_json, backend_for
+from ddp_lite.ranks import MEBIBYTE, Ranks, all_gather_json, backend_for
 
 LARGEST_GROUP = 8
 NEEDS = (
@@ -338,7 +339,7 @@ def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> st
         return f"a group of {world_size}"
     if backend_for(group, torch.device("cuda")) is None:
         return f"{world_size} ranks with {dist.get_backend_config(group)!r}, which is not for CUDA"
-    everyone = all_gather_json([Peer.here().host, *_gpus(device)], group)
+    everyone = all_gather_json([socket.gethostname(), *_gpus(device)], group)
     hosts = sorted({host for host, *_ in everyone})
     if len(hosts) > 1:
         return (

@@ -48,10 +48,10 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
 
     ``is_causal`` (top-left), ``scale`` and ``enable_gqa`` are supported, for float16, bfloat16 and
     float32 tensors (batch, heads, sequence, head_dim) or (batch, sequence, head_dim) with head_dim
-    up to 256; an ``attn_mask`` of numbers that broadcasts to the scores is added to them, with its
-    gradient. A call with a boolean mask, with dropout, or with anything else that
-    ``flash_attention`` does not compute goes to PyTorch unchanged, is counted with its reason, and
-    is reported by a ``RuntimeWarning`` when the context ends.
+    up to 256. An ``attn_mask`` that broadcasts to the scores is ``flash_attention``'s ``mask`` if
+    it is boolean, else its ``bias``, with a gradient. A call with dropout, or with anything else
+    that ``flash_attention`` does not compute, goes to PyTorch unchanged, is counted with its
+    reason, and is reported by a ``RuntimeWarning`` when the context ends.
 
     Hide keys by -inf: PyTorch's kernels do not agree on a query whose keys all have the lowest
     finite number instead, and nor do tiers here. Where all keys are hidden the output is 0.
@@ -176,8 +176,10 @@ class _Call:
         mask = self.attn_mask
         if mask is None:
             return None
-        if type(mask) not in (Tensor, torch.nn.Parameter) or mask.dtype != self.query.dtype:
-            return "an attn_mask that is boolean or not of the query's dtype"
+        if type(mask) not in (Tensor, torch.nn.Parameter):
+            return "an attn_mask of a tensor subclass"
+        if mask.dtype not in (torch.bool, self.query.dtype):
+            return "an attn_mask that is neither boolean nor of the query's dtype"
         if self.is_causal:
             return "attn_mask is given beside is_causal"
         scores = (*self.query.shape[:-1], self.key.shape[-2])
@@ -192,7 +194,11 @@ class _Call:
             x[None] if x.dim() == 3 else x for x in (self.query, self.key, self.value)
         )
         causal: CausalArgument = "top-left" if self.is_causal else False
+        given = self.attn_mask
+        mask, bias = (
+            (given, None) if given is not None and given.dtype == torch.bool else (None, given)
+        )
         out = flash_attention(
-            query, key, value, causal=causal, scale=self.scale, bias=self.attn_mask, layout="bhsd"
+            query, key, value, causal=causal, scale=self.scale, mask=mask, bias=bias, layout="bhsd"
         )
         return out[0] if self.query.dim() == 3 else out

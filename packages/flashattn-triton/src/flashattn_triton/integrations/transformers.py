@@ -5,6 +5,9 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashattn-triton")
 
+``"triton-attention"`` is the same implementation under a name without "flash" in it, for models
+that take every name with that word for one of flash-attn's kernels.
+
 transformers asks an attention implementation for two functions. One prepares the mask, once for
 each forward pass: :func:`attention_mask`. The other computes attention in every layer:
 :func:`attention_forward`. Both are registered, because without the first transformers passes no
@@ -28,8 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashattn_triton import flash_attention, flash_attention_varlen
+from flashattn_triton.integrations import model_checks
 
 NAME = "flashattn-triton"
+ALIAS = "triton-attention"
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -37,6 +42,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 UNSUPPORTED = {
     "cache": "a paged cache",
     "head_mask": "a head mask",
+    "indices": "a selection of keys for each query (sparse attention)",
 }
 
 # Errors of traced code, which must be complete before values are known.
@@ -60,6 +66,10 @@ STATIC_CACHE_WHILE_TRACED = (
 def register(*, packed: bool = False, max_documents: int | None = None) -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
+    So is the alias ``"triton-attention"``. Some models ask whether the name of their implementation
+    has "flash" in it: they then pass the starts of packed images instead of a mask, or refuse what
+    flash-attn cannot compute, such as Falcon with ALiBi. The alias answers no.
+
     Args:
         packed: models that are compiled or exported whole take rows of several sequences, which
             ``position_ids`` number. No value of a tensor tells such a model from others while it is
@@ -68,15 +78,17 @@ def register(*, packed: bool = False, max_documents: int | None = None) -> None:
             :func:`~flashattn_triton.flash_attention`.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
-    on either side, packed sequences, sliding windows, soft-caps, attention sinks, position biases
-    (T5) except with packed sequences, decoding with a dynamic cache. Everything else raises a
-    ``ValueError`` in the forward pass: dropout, static and paged caches, requests for attention
-    weights, and masks that are not bands within sequences (4-D masks, prefix masks, rules supplied
-    by the user).
+    on either side, packed sequences, sliding windows on one side or both, soft-caps, attention
+    sinks, position biases (T5) except with packed sequences, decoding with a dynamic cache.
+    Everything else raises a ``ValueError`` in the forward pass: dropout, static and paged caches,
+    requests for attention weights, and masks that are not bands within sequences (4-D masks, prefix
+    masks).
 
     transformers takes every name with "flash" in it for a kernel that it must load before use, and
     replaces it in models that list the kernels they accept, as gpt-oss does. There is nothing to
     load for this one, so the function that recognises such names is wrapped to leave this one out.
+    Models that compute attention themselves are refused when they are built, and dropout in
+    attention is warned of there (:mod:`~flashattn_triton.integrations.model_checks`).
 
     Raises:
         ImportError: if transformers is not installed.
@@ -88,10 +100,11 @@ def register(*, packed: bool = False, max_documents: int | None = None) -> None:
             "registering with transformers needs the transformers package; "
             "install it with: pip install 'flashattn-triton[transformers]'"
         ) from error
-    AttentionInterface.register(
-        NAME, functools.partial(attention_forward, max_documents=max_documents)
-    )
-    AttentionMaskInterface.register(NAME, functools.partial(attention_mask, packed=packed))
+    forward = functools.partial(attention_forward, max_documents=max_documents)
+    for name in (NAME, ALIAS):
+        AttentionInterface.register(name, forward)
+        AttentionMaskInterface.register(name, functools.partial(attention_mask, packed=packed))
+    model_checks.install(modeling_utils.PreTrainedModel, (NAME, ALIAS))
     recognise = modeling_utils.is_flash_attention_requested
     if not hasattr(recognise, "leaves_out"):
         modeling_utils.is_flash_attention_requested = _leaving_out(NAME, recognise)
@@ -226,8 +239,10 @@ def attention_forward(
             f"another attn_implementation for custom masks."
         )
     if position_bias is not None:  # which needs the pairs of positions that packing would lose
-        bias = position_bias.masked_fill(attention_mask[:, None, None, :] == 0, float("-inf"))
-        out = flash_attention(query, key, value, layout="bhsd", bias=bias, **options)
+        mask = attention_mask[:, None, None, :] != 0
+        out = flash_attention(
+            query, key, value, layout="bhsd", bias=position_bias, mask=mask, **options
+        )
         assert isinstance(out, Tensor)
         return out.transpose(1, 2).contiguous(), None
     return _attend_unpadded(query, key, value, attention_mask, options), None
@@ -235,12 +250,7 @@ def attention_forward(
 
 def _dropout_settings(module: nn.Module) -> str:
     """The settings of the layer's model that cause dropout in attention, each set to 0."""
-    settings = vars(getattr(module, "config", module))
-    found = [
-        name
-        for name, value in settings.items()
-        if "att" in name and ("drop" in name or "pdrop" in name) and isinstance(value, float)
-    ]
+    found = model_checks.dropout_settings(getattr(module, "config", module))
     return " and ".join(f"{name}=0" for name in found) or "attention's dropout to 0"
 
 
@@ -361,7 +371,7 @@ def attention_mask(
         mask_function: (batch, head, query position, key position) to visible; None means causal.
         attention_mask: (B, positions) bool, False for padding.
         local_size: width of a sliding window.
-        use_vmap: whether the rule came from the user.
+        use_vmap: whether the rule takes single positions only, as those of users may.
         device: where the model computes.
         packed: as given to :func:`register`.
 
@@ -374,11 +384,8 @@ def attention_mask(
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
         RuntimeError: the same, where compiled code finds it.
     """
-    if use_vmap:
-        raise ValueError(
-            f"The mask must be the model's own, because {NAME} does not support custom mask "
-            f"functions, but got one. Choose another attn_implementation."
-        )
+    if use_vmap and mask_function is not None:
+        mask_function = _of_single_positions(mask_function)
     sequences = None
     traced = torch.compiler.is_compiling()
     if mask_function is not None:
@@ -405,6 +412,18 @@ def attention_mask(
     if sequences is not None:
         return sequences * padding
     return None if bool(padding.all()) else padding.int()
+
+
+def _of_single_positions(rule: MaskFunction) -> MaskFunction:
+    """A rule of single positions as one of tensors that broadcast."""
+
+    def of_tensors(*positions: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(*(x.shape for x in positions))
+        flat = (x.expand(shape).flatten() for x in positions)
+        visible: Tensor = torch.vmap(rule)(*flat)
+        return visible.view(shape)
+
+    return of_tensors
 
 
 def _recognise(
@@ -490,7 +509,9 @@ def _compare(
     causal = ~(visible & (distances > 0)).any()
     band = ~causal | (distances <= 0)
     if local_size is not None:
-        width = torch.where(causal, local_size - 1, local_size)
+        # On both sides some models see local_size keys; their layers pass a window of one more.
+        widest = (visible & (distances.abs() == local_size)).any()
+        width = local_size - 1 + (widest & ~causal).int()
         band = band & (distances.abs() <= width)
     # A sequence starts where a query does not see the key before its own.
     n_keys = last - first + 1

@@ -1,6 +1,5 @@
 """Parameters, gradients and optimizer state in shards: ZeRO stage 3."""
 
-from shard_optim.fully_sharded.whole_matrix import WholeMatrixOptimizer
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 
-__all__ = ["FullyShardedDataParallel", "WholeMatrixOptimizer"]
+__all__ = ["FullyShardedDataParallel"]

@@ -23,8 +23,8 @@ from shard_optim.origin import (
     ORIGIN,
     Sharded,
     check_alike,
+    check_parts,
     describe,
-    difference,
     say_once,
     sharded_of,
 )
@@ -104,15 +104,11 @@ class OwnState:
                 partial = True
             else:
                 problem = problem or _shape_problem(name, found, given)
-        if partial:
-            problem = problem or difference(metadata.get(ORIGIN), self._origin(module))
-        if problem is not None:
-            version = None
-        elif partial:
-            version = metadata[ORIGIN].get("version")
+        if partial or problem is not None:
+            origins = [] if problem else [(metadata.get(ORIGIN), self._origin(module))]
+            check_parts(self._ranks, origins, problem)
         else:
-            version = _fingerprint(state_dict)
-        check_alike(self._ranks, problem, version)
+            check_alike(self._ranks, None, _fingerprint(state_dict))
         state_dict.update(taken)
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shard_optim.communication import CollectiveError
+from shard_optim.fully_sharded.deferred_hooks import DeferredHooks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.history import History
@@ -110,6 +111,7 @@ class Schedule:
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self.history = History()
+        self._hooks = DeferredHooks()
         self._in_forward = False
         self._expect_order(units)
         self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
@@ -255,7 +257,7 @@ class Schedule:
                     if len(unit.arrived) == unit.expected:
                         schedule._launch_complete(unit)
 
-            param.register_post_accumulate_grad_hook(on_gradient)
+            self._hooks.register_own(param, on_gradient)
 
     def _before_backward(self, call: UnitCall) -> Callable[[Tensor], None]:
         def on_output_gradient(_grad: Tensor) -> None:
@@ -291,6 +293,7 @@ class Schedule:
             return
         self._agree_on_trainable()
         self._backward = self.history.in_backward = True
+        self._hooks.defer(self._params)
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
@@ -373,6 +376,8 @@ class Schedule:
         else:
             self._reduce_the_rest(trainable)
         self._end(trainable)
+        if not self.paused:
+            self._hooks.run(self._params)
 
     def _reduce_the_rest(self, trainable: Sequence[Unit]) -> None:
         late = self._queue[: self._next]  # gradients that came after their unit's reduction

@@ -14,7 +14,7 @@ than two whole matrices and their gradients, and each matrix is updated once, no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,8 @@ from torch.optim import Optimizer
 
 from shard_optim.bucket_layout import Place
 from shard_optim.communication import all_to_all
-from shard_optim.mesh import Mesh
-from shard_optim.optimizer_class import as_groups, default_settings, settings_of
-from shard_optim.optimizer_trial import check_class, check_update
+from shard_optim.fully_sharded.own_shards import OwnShards
+from shard_optim.optimizer_class import Groups, all_params
 from shard_optim.origin import sharded_of
 
 
@@ -95,92 +94,20 @@ class _Exchange:
     work: dist.Work | None
 
 
-class WholeMatrixOptimizer(Optimizer):
-    """An optimizer class that looks at shapes, over parameters of a sharded model.
-
-    Give it the matrices, and the other parameters to an element-wise optimizer::
-
-        model = FullyShardedDataParallel(model)
-        matrices = [p for name, p in model.named_parameters() if "blocks" in name and ...]
-        muon = WholeMatrixOptimizer(matrices, torch.optim.Muon, lr=0.02)
-
-    Every rank calls ``step``. Hyperparameters are read from ``param_groups`` at every step, so
-    learning-rate schedulers work. ``state`` holds the state of the matrices that this rank owns.
-    ``save``, ``load``, ``full_state`` and ``load_full_state`` take it like any other optimizer.
+class WholeMatrices(OwnShards):
+    """Updates each parameter whole, on the rank that owns it, with a class that looks at shapes.
 
     Args:
-        params: sharded parameters of one model, or groups of them; the same on every rank.
-        optimizer_cls: the class.
-        cost: what updating a parameter of a given shape costs, to balance the ranks by.
+        groups: the groups of sharded parameters, all of one model; the same on every rank.
+        make: called with groups and ``kwargs``, makes the optimizer that updates them.
         kwargs: for the class.
-
-    Raises:
-        TypeError: if ``optimizer_cls`` is no optimizer class.
-        ValueError: for a parameter that is not a sharded one of the model.
     """
 
-    holds_whole_matrices = True
-
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer_cls: type[Optimizer],
-        *removed: Any,
-        cost: Callable[[torch.Size], float] = orthogonalization_cost,
-        **kwargs: Any,
+        self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
-        if removed or isinstance(params, nn.Module):
-            raise TypeError(
-                "WholeMatrixOptimizer takes parameters and a class, like every optimizer here, but "
-                f"got a {type(params).__name__} first. Call WholeMatrixOptimizer(matrices, "
-                "optimizer_cls, ...): parameters know which model they are of."
-            )
-        check_class(optimizer_cls, kwargs)
-        groups = as_groups(params)
-        check_update(
-            optimizer_cls,
-            settings_of(groups[0]),
-            kwargs,
-            where="a WholeMatrixOptimizer",
-            remedy=None,
-        )
-        self.optimizer_cls = optimizer_cls
         self._matrices: dict[Tensor, _Matrix] = {}
-        self._meshes: list[Mesh] = []  # of all parameters
-        super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
-        if any(mesh is not self._meshes[0] for mesh in self._meshes):
-            raise ValueError(
-                "params must be sharded parameters of the model that the first is of, but got "
-                "some of another one. Make an optimizer for each model."
-            )
-        self._ranks = self._meshes[0].shards
-        self._owned = assign_owners(
-            [cost(matrix.place.size) for matrix in self._matrices.values()], self._ranks.size
-        )
-        matrices = list(self._matrices.values())
-        for rank, positions in enumerate(self._owned):
-            for position in positions:
-                matrices[position].owner = rank
-        for position in self._owned[self._ranks.rank]:
-            matrix = matrices[position]
-            one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
-            matrix.whole = nn.Parameter(one.expand(matrix.place.size))
-        local_groups = []
-        for group in self.param_groups:
-            wholes = [self.whole_of(param) for param in group["params"]]
-            own = [whole for whole in wholes if whole is not None]
-            local_groups.append(settings_of(group) | {"params": own})
-        self._local = optimizer_cls(local_groups, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the constructor adds groups, because owners are chosen there."""
-        if hasattr(self, "_owned"):
-            raise RuntimeError(
-                "parameter groups must be given to the constructor of WholeMatrixOptimizer, but "
-                "got another one. Make a new optimizer."
-            )
-        super().add_param_group(param_group)
-        for param in self.param_groups[-1]["params"]:
+        for param in all_params(groups):
             found = sharded_of(param)
             if found is None or found.place.replicated:
                 raise ValueError(
@@ -188,12 +115,30 @@ class WholeMatrixOptimizer(Optimizer):
                     f"{tuple(param.shape)} that is not. Give small and foreign parameters to "
                     "another optimizer."
                 )
-            self._meshes.append(found.ranks)
-            chunk = -(-found.place.size.numel() // found.ranks.shards.size)
+            self._ranks = found.ranks.shards
+            chunk = -(-found.place.size.numel() // self._ranks.size)
             self._matrices[param] = _Matrix(param=param, place=found.place, chunk=chunk)
+        matrices = list(self._matrices.values())
+        costs = [orthogonalization_cost(matrix.place.size) for matrix in matrices]
+        self._owned = assign_owners(costs, self._ranks.size)
+        for rank, positions in enumerate(self._owned):
+            for position in positions:
+                matrices[position].owner = rank
+        for position in self._owned[self._ranks.rank]:
+            matrix = matrices[position]
+            one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
+            matrix.whole = nn.Parameter(one.expand(matrix.place.size))
+        super().__init__(groups, make, kwargs)
 
-    def whole_of(self, param: Tensor) -> nn.Parameter | None:
-        """What stands for a whole parameter in its owner's optimizer; None on other ranks."""
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Only the constructor takes groups, because owners are chosen there."""
+        raise RuntimeError(
+            "parameter groups must be given to the constructor where matrices are updated whole, "
+            "but got another one. Make a new optimizer."
+        )
+
+    def updated(self, param: Tensor) -> Tensor | None:
+        """The whole parameter in its owner's optimizer; None on other ranks."""
         return self._matrices[param].whole
 
     def place_of(self, param: Tensor) -> Place:
@@ -209,21 +154,7 @@ class WholeMatrixOptimizer(Optimizer):
     # --- step --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all matrices that have a gradient; every rank calls it.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group, local in zip(self.param_groups, self._local.param_groups, strict=True):
-            local.update(settings_of(group))
+    def _step(self, **kwargs: Any) -> None:
         rounds = self._rounds()
         arriving = self._send_to_owners(rounds[0]) if rounds else None
         leaving: tuple[list[_Matrix | None], _Exchange] | None = None
@@ -233,16 +164,12 @@ class WholeMatrixOptimizer(Optimizer):
             received, arriving = arriving.received, None
             if number + 1 < len(rounds):
                 arriving = self._send_to_owners(rounds[number + 1])
-            updated = self._update(owned[self._ranks.rank], received)
+            updated = self._update(owned[self._ranks.rank], received, kwargs)
             if leaving is not None:
                 self._take_shards(*leaving)
             leaving = (owned, self._send_to_all(owned, updated))
         if leaving is not None:
             self._take_shards(*leaving)
-        for param, matrix in self._matrices.items():
-            if matrix.whole is not None and matrix.whole in self._local.state:
-                self.state[param] = self._local.state[matrix.whole]
-        return loss
 
     def _rounds(self) -> list[list[_Matrix | None]]:
         """For every round the matrix that each rank owns in it, or None."""
@@ -299,7 +226,9 @@ class WholeMatrixOptimizer(Optimizer):
         if exchange.work is not None:
             self._ranks.call(exchange.what, exchange.work.wait)
 
-    def _update(self, matrix: _Matrix | None, received: Tensor) -> Tensor | None:
+    def _update(
+        self, matrix: _Matrix | None, received: Tensor, kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
         """Updates this rank's matrix; returns its values, cut for all ranks."""
         if matrix is None:
             return None
@@ -314,7 +243,7 @@ class WholeMatrixOptimizer(Optimizer):
         matrix.whole.grad = grad.as_strided(
             matrix.place.size, matrix.place.stride, grad.storage_offset()
         )
-        self._local.step()
+        self._optimizer.step(**kwargs)
         matrix.whole.grad = None
         matrix.whole.data = resting
         return value
@@ -325,13 +254,3 @@ class WholeMatrixOptimizer(Optimizer):
         for matrix, part in zip(owned, exchange.received.split(sizes), strict=True):
             if matrix is not None:
                 matrix.param.copy_(part[: matrix.param.numel()])
-
-    # --- state -------------------------------------------------------------------------------
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` returned on this rank of a group of the same size."""
-        super().load_state_dict(state_dict)
-        self._local.state.clear()
-        for param, matrix in self._matrices.items():
-            if matrix.whole is not None and param in self.state:
-                self._local.state[matrix.whole] = self.state[param]

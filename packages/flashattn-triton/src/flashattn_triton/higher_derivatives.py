@@ -1,0 +1,361 @@
+"""Forward mode and second derivatives, in tiles of plain PyTorch on any device.
+
+Let θ be query, key, value, bias and sinks, F(θ) the output O and the logsumexp L, J its Jacobian
+and u = (dO, dL). Two functions of a direction θ̇ are enough for all derivatives beyond the first:
+
+    T(θ, θ̇)    = J θ̇                    :func:`forward_tangents`
+    B(θ, θ̇, u) = d/dε J(θ + ε θ̇)ᵀ u     :func:`backward_tangents`
+
+    F               has the tangent          T(θ, θ̇)
+    Jᵀ u            has the tangent          B(θ, θ̇, u) + Jᵀ u̇
+    <w, Jᵀ u>       has the gradients        B(θ, w, u) in θ, T(θ, w) in u
+    <u, T(θ, θ̇)>    has the gradients        B(θ, θ̇, u) in θ, Jᵀ u in θ̇
+
+Jᵀ u is the backward pass, by kernels where there are any. With S the scores behind soft-cap and
+bias, P = exp(S - L), dP = dO Vᵀ and D = rowsum(dO ∘ O) - dL, as in :mod:`flashattn_triton.tiled`:
+
+    L̇ = rowsum(P ∘ Ṡ)                    Ṗ = P ∘ (Ṡ - L̇)                   Ȯ = Ṗ V + P V̇
+    dS = P ∘ (dP - D)                    Ḋ = rowsum(dO ∘ Ȯ)                ḋP = dO V̇ᵀ
+    ḋS = Ṗ ∘ (dP - D) + P ∘ (ḋP - Ḋ)
+
+T computes five products of the size of S, where the forward pass computes two; B is given what T
+computes, and computes ten, where the backward pass computes five. Both compute in fp32 (fp64) and
+hold a few tiles of scores at a time.
+They are made of PyTorch's operators alone, so that autograd differentiates them again; then, and
+only then, all scores are in memory. The host reads the starts of packed sequences and prefixes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashattn_triton.mask_and_bias import MaskAndBias, mask_and_bias_of
+from flashattn_triton.problem import Problem, as_given, heads_first
+from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
+from flashattn_triton.tiled import sequences, tiles
+
+Tensors = Sequence[Tensor | None]
+Range = tuple[int, int]
+
+# Queries, and keys, of a tile. On a GPU a few large operators are faster than many small ones.
+TILE, TILE_ON_GPU = 256, 1024
+
+
+def forward_tangents(
+    inputs: Tensors, direction: Tensors, out: Tensor, lse: Tensor, given: Tensors, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    """T: tangents of output and logsumexp.
+
+    Args:
+        inputs: query, key, value, bias and sinks; tensors are in the layout of ``problem``.
+        direction: tangents of ``inputs``; None for zero.
+        out: the output.
+        lse: (B, H, N_q), or (H, T_q) of packed sequences.
+        given: the tensors of a call as operators take them.
+        problem: what is computed.
+
+    Returns:
+        The tangents, in layout and dtype those of the output and of the logsumexp.
+    """
+    parts = [part.forward() for part in _parts(inputs, direction, out, lse, given, problem)]
+    outs, lses = zip(*parts, strict=True)
+    return _joined(outs, out, problem), _joined(lses, lse, problem)
+
+
+def backward_tangents(
+    inputs: Tensors,
+    direction: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    tangents: tuple[Tensor, Tensor],
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    given: Tensors,
+    problem: Problem,
+) -> list[Tensor | None]:
+    """B: tangents of the gradients of ``inputs``, while those of output and logsumexp are fixed.
+
+    Args:
+        inputs: as in :func:`forward_tangents`, as are ``direction``, ``out`` and ``lse``.
+        direction: tangents of ``inputs``; None for zero.
+        out: the output.
+        lse: the logsumexp.
+        tangents: of output and logsumexp, what :func:`forward_tangents` returns.
+        grad_out: the gradient of the output.
+        grad_lse: the gradient of the logsumexp, or None for zero.
+        given: as in :func:`forward_tangents`.
+        problem: what is computed.
+
+    Returns:
+        Tensors like ``inputs``; None where there is no input.
+    """
+    results: list[Tensor | None] = []
+    gradients = (grad_out, grad_lse)
+    parts = _parts(inputs, direction, out, lse, given, problem, *tangents, *gradients)
+    lists = zip(*(part.backward() for part in parts), strict=True)
+    for i, (x, of_parts) in enumerate(zip(inputs, lists, strict=True)):
+        if x is None:
+            results.append(None)
+        elif i < 3:
+            results.append(_joined(of_parts, x, problem))
+        elif x.dim() == 4 and len(x) == len(of_parts):  # each part has a bias of its own
+            results.append(torch.cat(of_parts).to(x.dtype))
+        else:
+            results.append(torch.stack(of_parts).sum(0).to(x.dtype))
+    return results
+
+
+def _joined(parts: Sequence[Tensor], like: Tensor, problem: Problem) -> Tensor:
+    """Results (B, H, N, ...) of all parts, in the layout of ``like``, which is one of rows too.
+
+    Packed tokens that no sequence owns have 0.
+    """
+    joined = torch.cat(list(parts), dim=2 if problem.packed else 0)
+    if problem.packed:
+        tokens = like.shape[0] if joined.dim() == 4 else like.shape[1]
+        unowned = tokens - joined.shape[2]
+        joined = F.pad(joined, (*(0, 0) * (joined.dim() - 3), 0, unowned))
+    if joined.dim() == 4:
+        joined = as_given(joined, problem.layout)
+    elif problem.packed:
+        joined = joined.squeeze(0)
+    return joined.to(like.dtype)
+
+
+def _parts(
+    inputs: Tensors,
+    direction: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    given: Tensors,
+    problem: Problem,
+    *results: Tensor | None,
+) -> Iterator[_Part]:
+    """The batch, or where tiles differ between them, its elements; or each packed sequence.
+
+    ``results``: Ȯ, L̇, dO and dL for the backward pass.
+    """
+    mask_and_bias = mask_and_bias_of(given)
+    q, k, v, tq, tk, tv, *of_queries = (
+        None if x is None else _batch_first(x, problem)
+        for x in (*inputs[:3], *direction[:3], out, lse, *results)
+    )
+    tbias, tsinks = direction[3:]
+    if problem.packed:
+        spans = list(sequences(*given[-2:]))  # type: ignore[arg-type]
+    elif mask_and_bias.prefix_lengths is not None:
+        spans = [(slice(i, i + 1),) * 2 for i in range(len(lse))]
+    else:
+        spans = [(slice(None),) * 2]
+    for i, (rows, columns) in enumerate(spans):
+
+        def cut(x: Tensor | None, span: slice = rows) -> Tensor | None:
+            if x is None:
+                return None
+            return x[:, :, span] if problem.packed else x[span]
+
+        alone = problem.packed or mask_and_bias.prefix_lengths is not None
+        own_tbias = tbias
+        if tbias is not None and alone and len(tbias) > 1:
+            own_tbias = tbias[i : i + 1]
+        yield _Part(
+            (cut(q), cut(k, columns), cut(v, columns)),
+            (cut(tq), cut(tk, columns), cut(tv, columns)),
+            (own_tbias, tsinks),
+            [cut(x) for x in of_queries],
+            problem,
+            mask_and_bias.sequence(i) if alone else mask_and_bias,
+        )
+
+
+def _batch_first(x: Tensor, problem: Problem) -> Tensor:
+    """(B, H, N, ...) of a tensor in the layout of ``problem``, or of one number for each row."""
+    if x.dim() == (3 if problem.packed else 4):
+        return heads_first(x, problem.layout)
+    return x[None] if problem.packed else x
+
+
+class _Part:
+    """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.score_tiles` says."""
+
+    def __init__(
+        self,
+        inputs: Tensors,
+        direction: Tensors,
+        others: Tensors,
+        results: Tensors,
+        problem: Problem,
+        mask_and_bias: MaskAndBias,
+    ) -> None:
+        """Takes query, key and value; their tangents; those of bias and sinks.
+
+        ``results``: O, L, and for the backward pass Ȯ, L̇, dO and dL.
+        """
+        query, key, value = inputs
+        assert query is not None
+        assert key is not None
+        self.inputs = inputs
+        self.problem = problem
+        self.scores = ScoreTiles(query, key, problem, mask_and_bias)
+        self.groups = self.scores.groups
+        self.tbias, tsinks = others
+        self.tile = TILE_ON_GPU if query.is_cuda else TILE
+        self.q, self.k, self.v = self.scores.q, self.scores.k, self._folded(value)
+        self.tq, self.tk, self.tv = (
+            torch.zeros_like(folded) if x is None else self._folded(x)
+            for folded, x in zip((self.q, self.k, self.v), direction, strict=True)
+        )
+        self.tq = self.tq * problem.scale  # as q is
+        self.out, self.lse = self._folded(results[0]), self._folded(results[1])
+        self.empty = torch.isneginf(self.lse)
+        self.lse = self.lse.masked_fill(self.empty, float("inf"))  # P = exp(S - L) is 0 there
+        self.sink_share = self.sink_tangent = None
+        if mask_and_bias.sinks is not None:
+            sinks = self.scores.sinks(0, query.shape[2])
+            self.sink_share = torch.exp(sinks - self.lse)
+            if tsinks is not None:
+                rows = tsinks.to(sinks.dtype)[:, None].expand(query.shape[:3])
+                self.sink_tangent = self._folded(rows)
+        if len(results) > 2:
+            self.tout, self.tlse, self.grad_out = (self._folded(x) for x in results[2:5])
+            grad_lse = results[5]
+            self.delta = (self.grad_out * self.out).sum(-1)
+            if grad_lse is not None:
+                self.delta = self.delta - self._folded(grad_lse)
+            self.delta = self.delta.masked_fill(self.empty, 0.0)
+
+    def _folded(self, x: Tensor | None) -> Tensor:
+        assert x is not None
+        return fold(x, self.groups)
+
+    def _key_tiles(self, queries: Range) -> Iterator[Range]:
+        """Tiles of keys, of which some key is visible; the same cuts for all queries."""
+        n_keys = self.k.shape[1]
+        for first, last in self.scores.band.key_tiles(*queries, n_keys or 1):
+            for keys in tiles(n_keys, self.tile):
+                if keys[0] < last and keys[1] > first:
+                    yield keys
+
+    def _visible(self) -> Iterator[tuple[Range, slice, Range]]:
+        """Queries, their rows, and keys of each tile that is visited."""
+        for queries in tiles(self.scores.n_queries, self.tile):
+            for keys in self._key_tiles(queries):
+                yield queries, self.scores.rows(*queries), keys
+
+    def _tangent(
+        self, queries: Range, keys: Range
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """P, Ṡ, and with a soft-cap its slope and the tangent of the slope."""
+        rows, columns = self.scores.rows(*queries), slice(*keys)
+        scores, slope = self.scores.scores(queries, keys)
+        p = torch.exp(scores - self.lse[:, rows, None])
+        k = self.k[:, columns].transpose(1, 2)
+        tangent = self.tq[:, rows] @ k + self.q[:, rows] @ self.tk[:, columns].transpose(1, 2)
+        curvature = None
+        if slope is not None:
+            softcap = self.problem.softcap
+            assert softcap is not None
+            capped = torch.tanh(self.q[:, rows] @ k / softcap)
+            curvature = -2 / softcap * capped * slope * tangent
+            tangent = tangent * slope
+        if self.tbias is not None:
+            cuts = (
+                slice(None) if n == 1 else slice(*span)
+                for n, span in zip(self.tbias.shape[2:], (queries, keys), strict=True)
+            )
+            shape = (
+                self.scores.batch,
+                self.scores.heads,
+                queries[1] - queries[0],
+                keys[1] - keys[0],
+            )
+            tangent = tangent + self._folded(self.tbias[:, :, *cuts].expand(shape))
+        return p, tangent, slope, curvature
+
+    def _rows(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
+        """Tiles of queries, by their first one, as one tensor; 0 where there is none."""
+        sizes = tiles(self.scores.n_queries, self.tile)
+        spans = [(start, self.scores.rows(start, end)) for start, end in sizes]
+        return self._cat([pieces[i].expand_as(like[:, rows]) for i, rows in spans], like)
+
+    def _columns(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
+        sizes = tiles(self.k.shape[1], self.tile)
+        return self._cat([pieces[i].expand_as(like[:, i:end]) for i, end in sizes], like)
+
+    @staticmethod
+    def _cat(pieces: list[Tensor], like: Tensor) -> Tensor:
+        return torch.cat(pieces, dim=1) if pieces else torch.zeros_like(like)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Ȯ (B, H, N_q, E) and L̇ (B, H, N_q)."""
+        query = self.inputs[0]
+        assert query is not None
+        zero = self.q.new_zeros(())
+        lses: dict[int, Tensor] = defaultdict(lambda: zero)
+        outs: dict[int, Tensor] = defaultdict(lambda: zero)
+        with torch.autocast(query.device.type, enabled=False):
+            for queries, _, keys in self._visible():
+                p, tangent, _, _ = self._tangent(queries, keys)
+                weighted, columns, i = p * tangent, slice(*keys), queries[0]
+                lses[i] = lses[i] + weighted.sum(-1)
+                outs[i] = outs[i] + weighted @ self.v[:, columns] + p @ self.tv[:, columns]
+            lse = self._rows(lses, self.lse)
+            if self.sink_share is not None and self.sink_tangent is not None:
+                lse = lse + self.sink_share * self.sink_tangent
+            out = self._rows(outs, self.out) - lse[..., None] * self.out
+            return unfold(out, query, self.groups), unfold(lse, query, self.groups)
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """Tangents of dQ, dK, dV (B, H, N, ...), and of the gradients of bias and sinks."""
+        query, key, value = self.inputs
+        assert query is not None
+        assert key is not None
+        assert value is not None
+        bias = self.scores.mask_and_bias.bias
+        zero = query.new_zeros(())
+        dbias = zero if bias is None else torch.zeros_like(bias, dtype=self.q.dtype)
+        with torch.autocast(query.device.type, enabled=False):
+            tlse, tdelta = self.tlse, (self.grad_out * self.tout).sum(-1)
+            dq: dict[int, Tensor] = defaultdict(lambda: zero)
+            dk: dict[int, Tensor] = defaultdict(lambda: zero)
+            dv: dict[int, Tensor] = defaultdict(lambda: zero)
+            for queries, rows, keys in self._visible():
+                columns, i, j = slice(*keys), queries[0], keys[0]
+                q, tq, do = self.q[:, rows], self.tq[:, rows], self.grad_out[:, rows]
+                k, tk = self.k[:, columns], self.tk[:, columns]
+                p, ts, slope, curvature = self._tangent(queries, keys)
+                tp = p * (ts - tlse[:, rows, None])
+                dp = do @ self.v[:, columns].transpose(1, 2) - self.delta[:, rows, None]
+                tdp = do @ self.tv[:, columns].transpose(1, 2) - tdelta[:, rows, None]
+                ds, tds = p * dp, tp * dp + p * tdp
+                dv[j] = dv[j] + tp.transpose(1, 2) @ do
+                if bias is not None:
+                    cut = dbias[
+                        :,
+                        :,
+                        slice(None) if bias.shape[2] == 1 else slice(*queries),
+                        slice(None) if bias.shape[3] == 1 else columns,
+                    ]
+                    cut += self.scores.unfold_tile(tds, queries).sum_to_size(cut.shape)
+                if slope is not None and curvature is not None:
+                    ds, tds = ds * slope, tds * slope + ds * curvature
+                dq[i] = dq[i] + tds @ k + ds @ tk
+                dk[j] = dk[j] + tds.transpose(1, 2) @ q + ds.transpose(1, 2) @ tq
+            gradients = (
+                unfold(self._rows(dq, self.q) * self.problem.scale, query, self.groups),
+                unfold(self._columns(dk, self.k), key, self.groups),
+                unfold(self._columns(dv, self.v), value, self.groups),
+            )
+            dsinks = zero
+            if self.sink_share is not None:
+                tshare = -self.sink_share * tlse
+                if self.sink_tangent is not None:
+                    tshare = tshare + self.sink_share * self.sink_tangent
+                of_rows = -(tshare * self.delta + self.sink_share * tdelta)
+                dsinks = unfold(of_rows, query, self.groups).sum((0, 2))
+        return *gradients, dbias, dsinks

@@ -1,0 +1,127 @@
+"""``ShardedOptimizer``'s step over the parameters of a ``FullyShardedDataParallel``.
+
+Nothing is left to reduce or to gather: the model has averaged the gradients of this rank's shards,
+and gathers what the step has updated. It is the counterpart of ``LocalOptimizer`` of stages 1 and
+2, with the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shard_optim.bucket_layout import Bucket, Place
+from shard_optim.optimizer_class import Groups, all_params, settings_of
+from shard_optim.origin import CHECKED, INSIDE, ORIGIN, Sharded, sharded_of
+from shard_optim.shard_update import unshared
+
+
+class OwnShards:
+    """Updates this rank's shards element by element.
+
+    Args:
+        groups: the groups of parameters, all of one model.
+        make: called with groups and ``kwargs``, makes the optimizer that updates them.
+        kwargs: for the class.
+    """
+
+    def __init__(
+        self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._groups = groups
+        self._own: list[Sharded] = []
+        self._optimizer = make([self._adopt(group) for group in groups], **kwargs)
+        setattr(self._optimizer, INSIDE, True)
+
+    def add_group(self, group: dict[str, Any]) -> None:
+        """Updates the parameters of a new group too."""
+        self._optimizer.add_param_group(self._adopt(group))
+
+    def _adopt(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        for param in group["params"]:
+            found = sharded_of(param)
+            if found is None or found.ranks is not (self._own or [found])[0].ranks:
+                raise ValueError(
+                    "params must be parameters of one FullyShardedDataParallel, but got one of "
+                    f"shape {tuple(param.shape)} that is not. Make an optimizer for each model."
+                )
+            self._own.append(found)
+        updated = [self.updated(param) for param in group["params"]]
+        return settings_of(group) | {"params": [each for each in updated if each is not None]}
+
+    def updated(self, param: Tensor) -> Tensor | None:
+        """The tensor that the optimizer updates for a parameter; None if it is another rank's."""
+        return param
+
+    def place_of(self, param: Tensor) -> Place:
+        """Where the parameter's state lies."""
+        found = sharded_of(param)
+        assert found is not None
+        return found.place
+
+    # --- step --------------------------------------------------------------------------------
+
+    def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
+        """Updates all parameters that have a gradient. There are no buckets to gather."""
+        pairs = list(zip(groups, self._optimizer.param_groups, strict=True))
+        for group, local in pairs:
+            local.update(settings_of(group))
+        self._step(**kwargs)
+        for group, local in pairs:
+            if local["params"]:  # some classes count or adapt in their groups
+                group.update(settings_of(local))
+        return iter(())
+
+    def _step(self, **kwargs: Any) -> None:
+        self._optimizer.step(**kwargs)
+
+    def take_gradients(self) -> None:
+        """They are where they belong."""
+
+    def drop_gradients(self) -> None:
+        """They are the parameters' own."""
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients of the shards that have one."""
+        grads = (param.grad for param in all_params(self._groups))
+        return [grad.detach() for grad in grads if grad is not None]
+
+    # --- state -------------------------------------------------------------------------------
+
+    def _held(self) -> Iterable[tuple[int, Tensor, Tensor]]:
+        """Number, parameter and updated tensor of each parameter that this rank updates."""
+        for index, param in enumerate(all_params(self._groups)):
+            updated = self.updated(param)
+            if updated is not None:
+                yield index, param, updated
+
+    def expose(self, state: MutableMapping[Tensor, Any]) -> None:
+        """Fills ``state`` with this rank's state under the parameters' identity."""
+        found = self._optimizer.state
+        state.clear()
+        state.update({param: found[own] for _, param, own in self._held() if own in found})
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """This rank's state by parameter number."""
+        found = self._optimizer.state
+        return {index: dict(found[own]) for index, _, own in self._held() if own in found}
+
+    def install(
+        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Replaces all state and hyperparameters, through the class's own loading."""
+        packed, number = [], 0
+        for local, new in zip(self._optimizer.param_groups, settings, strict=True):
+            members = list(range(number, number + len(local["params"])))
+            packed.append(settings_of(new) | {"params": members, ORIGIN: CHECKED})
+            number += len(members)
+        found = (states.get(index) for index, _, _ in self._held())
+        own = {number: unshared(state) for number, state in enumerate(found) if state}
+        with torch.no_grad():
+            self._optimizer.load_state_dict({"state": own, "param_groups": packed})
+        for local in self._optimizer.param_groups:
+            local.pop(ORIGIN, None)

@@ -1,0 +1,113 @@
+"""What ran on GPUs, by versions of torch and Triton: tests that were recorded, and published rows.
+
+``docs/gpu-tests.jsonl`` holds one line for each part of the GPU tests, which :func:`record` writes
+from pytest's JUnit file. :func:`table` joins it with the published rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tools.pages import rows as published
+
+from bench_harness.core import plural
+from bench_harness.store import replace_file
+
+_MACHINE = re.compile(r"^(?:(?P<count>\d+) × )?NVIDIA (?P<gpu>\w+)")
+_VERSION = re.compile(r"\b(?P<name>torch|triton) (?P<version>\d+\.\d+)")
+
+
+def record(target: Path, junit: Path, *, part: str, commit: str, machine: str) -> dict[str, Any]:
+    """Puts one run of a part of the tests into the file, in place of an earlier one of that part.
+
+    Args:
+        target: the file of recorded runs.
+        junit: what ``pytest --junitxml`` wrote.
+        part: "one GPU" or "several GPUs".
+        machine: GPUs and versions, as "2 × NVIDIA H100, torch 2.11.0, triton 3.6.0".
+
+    Raises:
+        ValueError: the file is no JUnit file, a test failed, or the machine names no versions.
+    """
+    try:
+        suite = ET.parse(junit).getroot().find("testsuite")
+    except (OSError, ET.ParseError) as error:
+        raise ValueError(f"junit must be pytest's file, but got {junit}: {error}.") from None
+    if suite is None:
+        raise ValueError(f"junit must hold a testsuite, but got none in {junit}. Run the tests.")
+    counts = {
+        name: int(suite.get(name, "0")) for name in ("tests", "skipped", "failures", "errors")
+    }
+    if counts["failures"] or counts["errors"]:
+        raise ValueError(
+            f"recorded tests must pass, but got {counts['failures']} failures and "
+            f"{counts['errors']} errors in {junit}. Correct them first."
+        )
+    _versions(machine)
+    run = {
+        "part": part,
+        "commit": commit,
+        "measured_on": machine,
+        "passed": counts["tests"] - counts["skipped"],
+        "skipped": counts["skipped"],
+        "seconds": round(float(suite.get("time", "0"))),
+    }
+    runs = [each for each in recorded(target) if each["part"] != part] if target.exists() else []
+    lines = (json.dumps(each, ensure_ascii=False) + "\n" for each in [*runs, run])
+    replace_file(target, "".join(lines).encode())
+    return run
+
+
+def recorded(file: Path) -> list[dict[str, Any]]:
+    """The recorded runs of tests."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def table(tests: Path, rows: Iterable[Path]) -> str:
+    """A Markdown table: for each torch and Triton that ran on GPUs, tests and measurements."""
+    ran: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for run in recorded(tests):
+        minutes, seconds = divmod(run["seconds"], 60)
+        took = f" in {minutes} min {seconds} s" if run["seconds"] else ""
+        skipped = f", {run['skipped']} skipped" if run["skipped"] else ""
+        ran[_versions(run["measured_on"])].append(
+            f"{run['part']}: {run['passed']:,} passed{skipped}{took}, on "
+            f"{_gpus(run['measured_on'])} at {run['commit']}"
+        )
+    cases: dict[tuple[str, str], set[str]] = defaultdict(set)
+    machines: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for file in rows:
+        for row in published.read(file):
+            if _MACHINE.match(row["measured_on"]):
+                key = _versions(row["measured_on"])
+                cases[key].add(f"{file.name} {row['case_key']}")
+                machines[key].add(_gpus(row["measured_on"]))
+    lines = ["| torch | Triton | tests on GPUs | measured |", "|---|---|---|---|"]
+    for key in sorted({*ran, *cases}, reverse=True):
+        of = ", ".join(sorted(machines[key]))
+        measured = f"{plural(len(cases[key]), 'case')}, on {of}" if cases[key] else "nothing"
+        lines.append(f"| {key[0]} | {key[1]} | {'; '.join(ran[key]) or 'none'} | {measured} |")
+    return "\n".join(lines)
+
+
+def _versions(machine: str) -> tuple[str, str]:
+    found = {match["name"]: match["version"] for match in _VERSION.finditer(machine)}
+    if "torch" not in found:
+        raise ValueError(
+            f"machine must name its torch and triton, but got {machine!r}. Write "
+            '"2 × NVIDIA H100, torch 2.11.0, triton 3.6.0".'
+        )
+    # Rows of an earlier program name torch alone, which requires one Triton.
+    return found["torch"], found.get("triton", {"2.11": "3.6"}.get(found["torch"], "unknown"))
+
+
+def _gpus(machine: str) -> str:
+    found = _MACHINE.match(machine)
+    assert found is not None, machine
+    return f"{found['count'] or 1} × {found['gpu']}"
