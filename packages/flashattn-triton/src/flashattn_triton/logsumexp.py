@@ -110,10 +110,9 @@ def sinks_gradient(
     delta = (_accumulated(out) * _accumulated(grad_out)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
-    share = torch.exp(_accumulated(sinks)[..., None, :, None] - lse).masked_fill(
-        lse == float("-inf"), 0.0
-    )
-    return -(share * delta).sum((-3, -1)).to(sinks.dtype)
+    empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
+    share = torch.exp(_accumulated(sinks)[..., None, :, None] - lse).masked_fill(empty, 0.0)
+    return -(share * delta.masked_fill(empty, 0.0)).sum((-3, -1)).to(sinks.dtype)
 
 
 def _check_part(index: int, out: Tensor, first: Tensor) -> None:

@@ -206,7 +206,7 @@ class CachedCall:
             dot_precision(query.dtype),
             tuple([None if x is None else x.stride() for x in given]) if self.masked else (),
             out.dtype,
-            tuple([(x.stride(), x.data_ptr() % 16) for x in into]),
+            tuple([(x.stride(), x.data_ptr() % 16) for x in into]) if into else (),
         )
         launch = _cache.get(key_)
         if launch is None:
