@@ -6,10 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pandas as pd
+import psutil
 import pytest
 import torch
 
-from bench_harness import experiments, timing
+from bench_harness import experiments, runner, timing
 from bench_harness.activations import saved_for_backward
 from bench_harness.core import Case
 from bench_harness.display.plots import png_bytes
@@ -17,6 +18,7 @@ from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
 from bench_harness.traces import kineto
 from bench_harness.traces.trace import phase
+from bench_harness.workload import too_large
 
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 ALL = experiments.names()
@@ -329,6 +331,21 @@ def test_a_phase_is_an_nvtx_range_where_there_is_a_gpu(monkeypatch):
     with phase("warm-up", torch.device("cuda")):
         seen.append("work")
     assert seen == ["synchronized", "phase:warm-up", "work", "synchronized", "ended"]
+
+
+def test_a_model_that_no_cpu_memory_holds_is_skipped_before_it_is_built(monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20e9))
+    experiment = experiments.get("model")
+    large, small = experiment.cases(device="cpu", sizes=("2.7B", "small"), sequences=(128,))
+    told = "needs about 54 GB beside activations, but this machine has 20 GB"
+    assert told in str(experiment.missing(large))
+    assert experiment.missing(small) is None
+    with pytest.raises(experiments.CaseSkipped, match=told):
+        runner.run_case(large, print)
+    config = {"size": "2.7B", "device": "cpu"}
+    assert too_large(config | {"modes": ["forward"]}) is None
+    assert too_large(config | {"device": "cuda"}) is None
+    assert "109 GB" in str(too_large(config | {"world_size": 2}))
 
 
 def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench_harness import environment, experiments, process, rounds
-from bench_harness.core import Case, JsonValue, Row
+from bench_harness.core import Case, CaseSkipped, JsonValue, Row
 from bench_harness.process import Outcome, Status
 from bench_harness.rounds import ENDED
 from bench_harness.store import (
@@ -23,6 +23,7 @@ from bench_harness.store import (
     kept_rounds,
     remove_rounds,
 )
+from bench_harness.workload import too_large
 
 
 class Reporter(Protocol):
@@ -181,8 +182,11 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
         Its rows, and the state of the machine before and after.
 
     Raises:
+        CaseSkipped: its model does not fit this machine.
         ValueError: the experiment gives no rows, or one that uses a name of :data:`RESERVED`.
     """
+    if (why := too_large(case.config)) is not None:
+        raise CaseSkipped(why)
     experiment = experiments.get(case.experiment)
     before = environment.snapshot()
     rows = experiment.run(case, progress)

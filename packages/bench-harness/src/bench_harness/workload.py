@@ -38,6 +38,27 @@ def billions(config: Mapping[str, Any]) -> float:
     return _BILLIONS.get(config.get("size", ""), 0.0)
 
 
+def too_large(config: Mapping[str, Any]) -> str | None:
+    """Why a case's language model does not fit the memory of this machine's CPUs; None if it may.
+
+    A model takes 4 bytes a parameter, and training 16, on every rank: weights, gradients and
+    AdamW's moments. Activations come on top. On a GPU, running out of memory is a result.
+    """
+    if config.get("device") != "cpu":
+        return None
+    import psutil
+
+    only_forward = set(config.get("modes", [config.get("mode")])) == {"forward"}
+    ranks = 1 if config.get("alone") else config.get("world_size", 1)
+    needed, found = (4 if only_forward else 16) * ranks * billions(config), psutil.virtual_memory()
+    if needed * 1e9 <= found.total:
+        return None
+    return (
+        f"needs about {needed:.0f} GB beside activations, but this machine has "
+        f"{found.total / 1e9:.0f} GB. Choose a smaller size."
+    )
+
+
 @dataclass(frozen=True)
 class Workload:
     """A module, its input, its loss and the precision it runs in.

@@ -74,12 +74,15 @@ class Experiment(abc.ABC):
     def missing(self, case: Case) -> str | None:
         """What this machine lacks for a case, looked up without torch; None if nothing is known.
 
-        A dry run shows such a case as skipped. By default: GPUs, and Nsight Systems.
+        A dry run shows such a case as skipped. By default: GPUs, memory, and Nsight Systems.
         """
         from bench_harness.environment import gpu_count
         from bench_harness.traces import nsight
+        from bench_harness.workload import too_large
 
         config = case.config
+        if (why := too_large(config)) is not None:
+            return why
         if config.get("device") == "cuda":
             wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
