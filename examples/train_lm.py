@@ -31,6 +31,7 @@ from train_metrics import (
     TensorBoard,
     check_tensorboard,
     find_logger,
+    known_peak_tflops,
     open_logger,
 )
 from train_parallel import Parallelism, Replicas, make_parallelism
@@ -329,9 +330,10 @@ class Trainer:
                             "--learning-rate or --max-norm, or raise --warmup-fraction"
                         )
                     sequences = len(losses) * self.inputs.identity["sequences_per_update"]
-                    speed = report.update(self.step, loss, sequences * settings.context)
                     losses.clear()
-                    self.log_metrics(loss, speed)
+                    values = self.metrics(loss, report.speed(sequences * settings.context))
+                    report.update(self.step, values)
+                    self.log(values)
                 with report.paused():
                     if last or self.step % settings.validate_every == 0:
                         held_out = self.validate()
@@ -354,8 +356,8 @@ class Trainer:
         for logger in self.loggers:
             logger.log(values, step=self.step)
 
-    def log_metrics(self, loss: float, tokens_per_second: float) -> None:
-        """Writes what the updates since the last report came to.
+    def metrics(self, loss: float, tokens_per_second: float) -> dict[str, float]:
+        """Loss, speed, learning rate, gradient norm and memory since the last report.
 
         A trained token costs three times a forward pass's matrix products, which ``model_flops``
         counts (recomputation is not counted: it is a cost, not progress).
@@ -370,11 +372,12 @@ class Trainer:
             "learning_rate": self.schedule.get_last_lr()[0],
             "gradient_norm": float(self.gradient_norm),
         }
-        if self.settings.peak_tflops:
-            values["mfu"] = tflops / self.settings.peak_tflops
+        peak = self.settings.peak_tflops or known_peak_tflops(self.device, self.inputs.dtype)
+        if peak:
+            values["mfu"] = tflops / peak
         if self.device.type == "cuda":
             values["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        self.log(values)
+        return values
 
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""

@@ -7,6 +7,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import torch
+
+#: TFLOP/s of dense bf16 matrix products, from NVIDIA's data sheets, by the name that torch gives.
+PEAK_TFLOPS = {
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+}
+
+
+def known_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The peak that MFU is a part of; None for CPUs, other GPUs, and fp32."""
+    if device.type != "cuda" or dtype is not torch.bfloat16:
+        return None
+    return PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+
 
 @runtime_checkable
 class MetricsLogger(Protocol):

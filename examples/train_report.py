@@ -1,7 +1,7 @@
 """What a training run shows: a live bar on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -37,20 +37,28 @@ class Report:
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def update(self, step: int, loss: float, tokens: int) -> float:
-        """Reports the updates since the last report, which took ``tokens`` tokens of all ranks.
+    def speed(self, tokens: int) -> float:
+        """Tokens per second since the last call; ``tokens`` counts those of all ranks."""
+        before, self.start = self.start, time.perf_counter()
+        return tokens / (self.start - before)
 
-        Returns:
-            Tokens per second.
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Shows the updates since the last report.
+
+        Args:
+            step: updates so far.
+            values: as :class:`train_metrics.MetricsLogger` takes them: the loss, tokens per second,
+                the learning rate, the norm of the gradients, and MFU if the peak is known.
         """
-        now = time.perf_counter()
-        speed = tokens / (now - self.start)
-        summary = f"loss {loss:.3f}  {speed:,.0f} tokens/s"
-        self.start = now
+        summary = (
+            f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"lr {values['learning_rate']:.1e}  grad {values['gradient_norm']:.2f}"
+        )
+        if "mfu" in values:
+            summary += f"  MFU {100 * values['mfu']:.0f} %"
         self.bar.update(self.task, completed=step, summary=summary)
         if not self.console.is_terminal:
             self.line(f"step {step}/{self.total}: {summary}")
-        return speed
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """The built documentation site: complete, whole, and without a request to any other host."""
 
+import html
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -139,6 +141,70 @@ def test_pages_fit_a_desk_and_a_phone_in_a_browser(name: str, site: Path, tmp_pa
     assert not [url for url, host in asked if not host.endswith(OWN_HOSTS)]
 
 
+#: Loads every page in both frames, and says how far content and tables reach beyond their room; of
+#: a phone's table, how far the first number behind the first column is outside of the window.
+ALL_PAGES = """<body data-found=""><script>
+const frames = [1280, 390].map((width) => {
+  const frame = document.createElement("iframe");
+  frame.style = `width:${width}px;height:900px;border:0`;
+  document.body.append(frame);
+  return frame;
+});
+const load = (frame, page) => new Promise((done) => {
+  frame.onload = () => setTimeout(done, 50);
+  frame.src = page;
+});
+const probe = ({contentDocument: page}) => [
+  ["page", page.documentElement.scrollWidth - page.documentElement.clientWidth, 0],
+  ...[...page.querySelectorAll("article table:not([class])")].map((table) => {
+    const room = table.closest(".md-typeset__scrollwrap") ?? table.parentElement;
+    const cells = [...table.querySelectorAll("tbody tr:first-child td")].slice(1);
+    const number = cells.find((cell) => /^-?[\\d.,]+( \\[|$)/.test(cell.innerText.trim()));
+    const right = number?.getBoundingClientRect().right ?? 0;
+    return [table.tHead?.innerText.slice(0, 60), table.scrollWidth - room.clientWidth,
+      Math.round(right - page.documentElement.clientWidth)];
+  }),
+];
+(async () => {
+  const found = [];
+  for (const page of PAGES) {
+    await Promise.all(frames.map((frame) => load(frame, page)));
+    found.push([page, ...frames.map(probe)]);
+  }
+  document.body.dataset.found = JSON.stringify(found);
+})();
+</script></body>"""
+
+
+@pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
+def test_tables_fit_their_column_and_show_a_number_on_a_phone(
+    site: Path, documents: dict[Path, Document]
+) -> None:
+    pages = sorted(path.relative_to(site).as_posix() for path in documents)
+    frames = site / "all-pages.html"
+    frames.write_text(ALL_PAGES.replace("PAGES", json.dumps(pages)))
+    try:
+        done = browser.run(
+            frames,
+            # A page may look into its frames, although each file is an origin of its own.
+            *("--disable-web-security", "--allow-file-access-from-files", "--dump-dom"),
+            "--virtual-time-budget=600000",
+            timeout_s=280,
+        )
+    finally:
+        frames.unlink()
+    found = re.search(r'data-found="([^"]+)"', done.stdout)
+    assert found is not None, done.stdout[:500]
+    probed = json.loads(html.unescape(found[1]))
+    assert [page for page, *_ in probed] == pages
+    problems = []
+    for page, desk, phone in probed:
+        problems += [f"{page} {head!r}: {wide} px too wide" for head, wide, _ in desk if wide > 0]
+        problems += [f"{page}: {wide} px too wide for a phone" for _, wide, _ in phone[:1] if wide]
+        problems += [f"{page} {head!r}: no number on a phone" for head, _, out in phone if out > 0]
+    assert not problems, "\n".join(problems)
+
+
 def test_the_search_index_is_a_script(site: Path) -> None:
     """A page opened from a folder may load scripts, but not data."""
     assert (site / "search" / "search_index.js").read_text().startswith("var __index = ")
@@ -157,3 +223,18 @@ def test_every_public_name_is_in_the_reference(
 def test_pictures_are_as_the_script_draws_them(name: str) -> None:
     drawn = draw_pictures.PICTURES[name]()
     assert drawn == (draw_pictures.FOLDER / f"{name}.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("package", "first"),
+    [
+        ("ddp_lite", "BucketedDDP"),
+        ("shard_optim", "FullyShardedDataParallel"),
+        ("flashattn_triton", "flash_attention"),
+        ("basics_model", "TransformerLM"),
+    ],
+)
+def test_a_reference_begins_with_what_people_use(package: str, first: str, site: Path) -> None:
+    page = (site / "reference" / f"{package.replace('_', '-')}.html").read_text()
+    anchors = re.findall(rf'id="({package}\.\w+)"', page)
+    assert anchors[0] == f"{package}.{first}"

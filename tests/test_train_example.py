@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from train_checkpoints import checkpoint_path, list_checkpoints, prune_checkpoints
+from train_settings import Settings, application
+from typer.testing import CliRunner
 
 from basics_model import Checkpoint, load_checkpoint, load_safetensors, save_checkpoint
 from tests.example_programs import EXAMPLES, Examples
@@ -90,7 +92,7 @@ def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str] | None = No
 def losses(output: str) -> dict[int, float]:
     return {
         int(step): float(loss)
-        for step, loss in re.findall(r"^step (\d+)/40: loss (\S+)  [\d,]+ tokens/s$", output, re.M)
+        for step, loss in re.findall(r"^step (\d+)/40: loss (\S+)  [\d,]+ tokens/s  ", output, re.M)
     }
 
 
@@ -511,3 +513,28 @@ def test_folder_is_listed_by_step_and_pruned(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
     with pytest.raises(ValueError, match="keep must be at least 1"):
         prune_checkpoints(tmp_path, keep=0)
+
+
+def test_a_file_of_settings_is_read_and_options_win(tmp_path: Path) -> None:
+    seen: list[tuple[Settings, set[str]]] = []
+    app = application(lambda settings, given: seen.append((settings, set(given))))
+    file = tmp_path / "mine.toml"
+    file.write_text('steps = 7\n"learning-rate" = 0.5\nmetrics = "m.jsonl"\ncompile = true\n')
+    done = CliRunner().invoke(app, ["--config", str(file), "--steps", "9"])
+    assert done.exit_code == 0, done.output
+    [(settings, given)] = seen
+    assert (settings.steps, settings.learning_rate, settings.compile) == (9, 0.5, True)
+    assert settings.metrics == Path("m.jsonl")
+    assert given == {"steps", "learning_rate", "metrics", "compile"}  # a preset changes none
+
+    for text, message in (
+        ("stepz = 7", "but got 'stepz'"),
+        ("steps = [7]", "steps in .* must be one value"),
+        ("steps =", "must be a TOML file"),
+        ("steps = 0", "Invalid value for .--steps."),
+    ):
+        file.write_text(text)
+        refused = CliRunner().invoke(app, ["--config", str(file)], env={"COLUMNS": "4000"})
+        assert refused.exit_code == 2
+        assert re.search(message, " ".join(refused.output.split())), refused.output
+    assert len(seen) == 1

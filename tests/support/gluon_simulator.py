@@ -131,8 +131,11 @@ class Shared:
         return Tensor(self.array.copy(), layout)
 
     def store(self, x: Tensor) -> None:
-        """Asynchronous readers see NaN until the fence."""
+        """Asynchronous readers, of which integers have none, see NaN until the fence."""
         assert x.shape == self.shape
+        if self.dtype == "int32":
+            self.array[...] = x.value
+            return
         self.machine.here.unfenced.append((self.array, x.value.copy()))
         self.array[...] = np.nan
 
@@ -480,8 +483,20 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
-def _reduction(function: Callable[..., Any]) -> Callable[[Tensor, int], Tensor]:
-    return lambda x, axis: Tensor(function(x.value, axis=axis))
+def _reduction(function: Callable[..., Any]) -> Callable[[Tensor, int], Any]:
+    def reduced(x: Tensor, axis: int) -> Any:
+        """All that kernels reduce to one number are integers."""
+        result = function(x.value, axis=axis)
+        return Tensor(result) if np.ndim(result) else Integer(result)
+
+    return reduced
+
+
+def _raised_max(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a warp share whether one of them rises; here each has its own."""
+    with np.errstate(invalid="ignore"):  # -inf - -inf
+        rises = new.value - old.value > 8.0
+    return Tensor(np.where(rises, new.value, old.value)), Tensor(rises)
 
 
 def _operation(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -565,6 +580,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "reduce_add": machine.reduce_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
+        "raised_max": _raised_max,
+        "multiply_if": lambda x, factors, condition: _where(condition, x * factors, x),
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,

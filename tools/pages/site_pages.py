@@ -52,8 +52,9 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     """Translates links and the words of fences; drops badges and the recipes of rendered blocks."""
     paths = {_repository_path(file): file.src_uri for file in files}
     here = _repository_path(page.file)
-    if here.startswith("docs/assignment/"):  # long pages, which others are to be found before
-        page.meta["search"] = {"boost": 0.2}
+    if here.startswith("docs/assignment/"):
+        page.meta["search"] = {"boost": 0.2}  # long pages, which others are to be found before
+        page.meta["hide"] = ["toc"]  # and wide tables
 
     def translated(found: re.Match[str]) -> str:
         if found["code"]:

@@ -11,10 +11,10 @@ import pytest
 from bench_harness import experiments
 from bench_harness.core import plural
 from bench_harness.display import marks
-from bench_harness.display.cells import quantity, readable, scale
+from bench_harness.display.cells import quantity, readable, scale, with_intervals
 from bench_harness.display.plots import COLOURS, new_figure, png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.report.headlines import headlines, on_cpu
+from bench_harness.report.headlines import headlines, on_cpu, tiles
 from bench_harness.stats import with_summary
 
 STEADY, SHAKY = [10.0, 10.1, 9.9, 10.0, 10.05, 9.95], [10.0, 30.0, 5.0, 22.0, 8.0, 40.0]
@@ -111,6 +111,45 @@ def test_headlines_quote_what_is_steady_and_count_what_is_not() -> None:
     assert headlines([{**steps[0], "status": "error", "samples_ms": None}]) == [
         "1 of 1 case did not finish, the first: model case."
     ]
+
+
+def test_what_is_unsteady_has_its_interval_and_a_busy_cpu_is_named() -> None:
+    alone = {"phase": "step", "variant": "fp32", **row("model", SHAKY)}
+    first, last = headlines([alone])
+    assert "for step [" in first
+    assert first.endswith("ms], unsteady (model case).")
+    busy = {**alone, "machine_after": {"load_1min": 9.0, "cpus": 2}}
+    assert "unsteady; load 9.0 on 2 cores, so run again when it is idle" in headlines([busy])[0]
+    assert last.startswith("1 of 1 timed figure scatter")
+
+
+def test_tiles_show_the_step_its_throughput_the_peak_and_the_largest_cost() -> None:
+    peak = {"kind": "phase", "phase": "backward", "peak_bytes": 2**30, **row("memory", [])}
+    cost = {"kind": "kernel", "phase": "forward", "kernel": "gemm", "share": 73.0}
+    rows = [
+        {"variant": "no communication", "tokens": 100, **row("train-step", STEADY)},
+        {"variant": "NaiveDDP", "tokens": 100, **row("train-step", [2 * s for s in STEADY])},
+        {**peak, "samples_ms": None},
+        {**cost, **row("profile", []), "samples_ms": None},
+    ]
+    step, *rest = tiles(rows)
+    assert step[:2] == ("step", "20 ms")
+    assert step[2].startswith("NaiveDDP [")
+    assert rest == [
+        ("throughput", "10,000 tokens/s", "NaiveDDP"),
+        ("peak memory", "1 GiB", "backward"),
+        ("largest cost", "73 % of forward", "gemm"),
+    ]
+    assert tiles([{**rows[2], "status": "oom"}]) == []
+
+
+def test_both_ends_of_an_interval_share_a_column() -> None:
+    frame = pd.DataFrame(
+        {"median (ms)": [2.0, 3.0], "95 % low (ms)": [1.5, None], "95 % high (ms)": [2.25, None]}
+    )
+    shown = with_intervals(frame)
+    assert list(shown) == ["median (ms)", "95 % interval (ms)"]
+    assert shown["95 % interval (ms)"].to_list() == ["[1.5, 2.25]", ""]
 
 
 def test_a_timing_of_the_last_experiment_comes_first_and_has_its_verdict() -> None:

@@ -141,24 +141,6 @@ def test_what_is_no_recording_is_one_line(
     assert done.stderr.count("\n") == 1
 
 
-def test_runs_are_listed_and_opened(
-    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "RUN must be a run folder, but got none" in bench("open").stderr
-    assert bench("toy").returncode == 0
-    found = json.loads(bench("list", "--json").stdout)
-    (run,) = found["runs"]
-    assert (run["folder"], run["cases"], run["ok"]) == ("runs/toy-01", 1, 1)
-    assert {"name": "toy", "what": "Ends as it is told"} in found["experiments"]
-    assert "quick" in [preset["name"] for preset in found["presets"]]
-    assert "train-step" in bench("list").stdout
-    opened: list[str] = []
-    monkeypatch.setattr("typer.launch", opened.append)
-    assert bench("open").returncode == 0
-    assert opened == [(folder / "runs/toy-01/report.html").as_uri()]
-    assert bench("open", "elsewhere").returncode == 2
-
-
 def test_a_dry_run_says_what_will_be_skipped(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,8 @@ def shipped() -> list[Request]:
         requests += [Request(128, "bf16", options, direction=direction) for direction in both]
     # Packed sequences, with the mask that has most code, and dQ added up in order, also in rings.
     for d in (64, 128):
-        requests += [Request(d, "bf16", {"causal": True}, direction=x, sequences=9) for x in both]
+        causal, lengths = {"causal": True}, (8192, 8192)
+        requests += [Request(d, "bf16", causal, lengths, x, sequences=9) for x in both]
         requests += [
             Request(d, "bf16", options | {"deterministic": True}, direction="backward")
             for options in (

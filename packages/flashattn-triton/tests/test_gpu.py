@@ -15,7 +15,10 @@ from flashattn_triton import (
     FlashAttention2Triton,
     explain,
     flash_attention,
+    flash_attention_backward,
     flash_attention_varlen,
+    largest_scores,
+    merge,
 )
 from flashattn_triton.configs import TABLE, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
@@ -283,6 +286,83 @@ def test_tokens_that_no_sequence_owns_and_a_limit_that_is_too_small(
         torch.testing.assert_close(whole[: len(owned)], owned, rtol=2**-6, atol=2**-9)
         rest = whole[len(owned) :]
         assert torch.isneginf(rest).all() if i == 1 else not rest.any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_error_does_not_grow_with_the_parts(head_dim: int, packed: bool) -> None:
+    """32 parts of the keys, joined in fp32, and gradients added, beside one call."""
+    n, parts, heads = 2048, 32, (4, 2, 2)
+    inputs = [torch.randn(n, h, head_dim, device="cuda").bfloat16() for h in heads]
+    grad_out = torch.randn_like(inputs[0])
+    starts = [torch.tensor((0, x), dtype=torch.int32, device="cuda") for x in (n, n // parts)]
+    given: dict[str, Any] = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+    if not packed:
+        given, inputs = {}, [x.transpose(0, 1).unsqueeze(0) for x in inputs]
+        grad_out = grad_out.transpose(0, 1).unsqueeze(0)
+    attend: Any = flash_attention_varlen if packed else flash_attention
+    rows = 0 if packed else 2
+    exact = [x.double().requires_grad_() for x in inputs]
+    q, k, v = (x.transpose(0, 1) if packed else x for x in exact)
+    k, v = (x.repeat_interleave(2, -3) for x in (k, v))
+    out = (q @ k.mT * head_dim**-0.5).softmax(-1) @ v
+    out = out.transpose(0, 1) if packed else out
+    wanted = torch.autograd.grad(out, exact, grad_out.double())
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    whole = attend(*leaves, **(given | {"cu_seqlens_k": starts[0]} if packed else {}))
+    of_one_call = torch.autograd.grad(whole, leaves, grad_out)
+
+    of_keys = list(zip(*(x.chunk(parts, rows) for x in inputs[1:]), strict=True))
+    results = [
+        attend(inputs[0], *part, **given, return_lse=True, out_dtype=torch.float32)
+        for part in of_keys
+    ]
+    out, lse = merge(*zip(*results, strict=True), layout="bshd" if packed else "bhsd")
+    sums = [torch.zeros(x.shape, device="cuda") for x in inputs]
+    add: Any = flash_attention_backward
+    of_sums = zip(*(x.chunk(parts, rows) for x in sums[1:]), strict=True)
+    for part, into in zip(of_keys, of_sums, strict=True):
+        add(inputs[0], *part, out, lse, grad_out, into=(sums[0], *into), **given)
+    for total, one, exactly in zip(sums, of_one_call, wanted, strict=True):
+        errors = [(x.double() - exactly).square().mean() for x in (total.bfloat16(), one)]
+        assert errors[0].sqrt() <= 1.1 * errors[1].sqrt()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_largest_scores(head_dim: int) -> None:
+    q, k = (torch.randn(2, 4, 500, head_dim, device="cuda").bfloat16() for _ in range(2))
+    scores = q.float() @ k.float().mT * head_dim**-0.5
+    seen = torch.ones(500, 500, device="cuda", dtype=torch.bool).tril()
+    expected = scores.masked_fill(~seen, float("-inf")).amax((0, 2, 3))
+    torch.testing.assert_close(largest_scores(q, k, causal=True), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_documents_in_a_graph(implementation: Any) -> None:
+    """Their numbers change between replays; the starts have a fixed size."""
+    ids = torch.zeros(2, 300, dtype=torch.int64, device="cuda")
+    leaves = random(2, 4, 300, 64)
+    grad_out = torch.randn_like(leaves[0])
+
+    def work(most: int | None = 40) -> list[torch.Tensor]:
+        out = flash_attention(
+            *leaves, document_ids=ids, max_documents=most, causal=True, window=(70, 0),
+            implementation=implementation, deterministic=True,
+        )  # fmt: skip
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        found = work()
+    for length in (7, 100, 300):
+        ids.copy_((torch.arange(300, device="cuda") // max(length, 15)).expand(2, -1))
+        graph.replay()
+        for a, b in zip(found, work(None), strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.multi_gpu

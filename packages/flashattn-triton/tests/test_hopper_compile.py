@@ -102,7 +102,9 @@ def config_of(row: dict[str, Any]) -> Any:
     options = new_problem(head_dim=row["head_dim"], **row["options"])
     if row["direction"] == "backward":
         return backward_config(head_dims_of(row), options)
-    return forward_config(head_dims_of(row), row["lengths"][0], options)
+    n_queries = row["lengths"][0]
+    batch, heads = 1 if row["sequences"] else 2, 4  # as compile_hopper.launch has them
+    return forward_config(head_dims_of(row), n_queries, options, batch * heads * n_queries)
 
 
 def head_dims_of(row: dict[str, Any]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from flashattn_triton import dispatch, explain, mistakes, triton_versions
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.hopper import eligibility
+from flashattn_triton.hopper.configs import forward_config
 from flashattn_triton.problem import Problem, new_problem
 
 PLAIN = Problem(scale=0.125)
@@ -188,6 +189,13 @@ def test_it_needs_cuda() -> None:
     q = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="'hopper' must have CUDA tensors, but got cpu"):
         explain(q, q, q, implementation="hopper")
+
+
+@pytest.mark.parametrize(("heads", "consumers"), [(1, 2), (16, 3)])
+def test_tiles_are_smaller_where_all_run_at_once(heads: int, consumers: int) -> None:
+    problem = new_problem(head_dim=64, causal=True)
+    config = forward_config((64, 64), 16384, problem, heads * 16384)
+    assert config.consumers == consumers
 
 
 @pytest.mark.gpu

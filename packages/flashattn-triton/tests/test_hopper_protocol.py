@@ -29,6 +29,7 @@ from flashattn_triton.hopper import (
     backward_256,
     backward_kernel,
     backward_wide,
+    configs,
     forward,
     forward_kernel,
     scores,
@@ -275,6 +276,7 @@ ORDERED: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(configs, "ROWS_AT_ONCE", 3 * 128)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -290,6 +292,15 @@ def test_forward_of_wide_heads(name: str, head_dims: tuple[int, int]) -> None:
     head_dim, value_dim = head_dims
     problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
     check_forward(problem, list(PROBLEMS).index(name))
+
+
+@pytest.mark.parametrize("scale", [0.3, 4.0])
+def test_maxima_that_rise_little_and_much(scale: float) -> None:
+    """Sums of wide heads are multiplied only where a maximum rises by 8 in units of log2."""
+    problem = problem_of((130, 700), 256, value_dim=256, scale=scale)
+    check_forward(problem, 0)
+    with pytest.raises(AssertionError):  # these maxima do both
+        check_forward(problem, 0, scale_risen_rows=lambda accs, factors, rises: accs)
 
 
 @pytest.mark.parametrize("head_dim", [72, 96])
@@ -541,6 +552,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         (check_backward, {"fence_async_shared": NOTHING}),
         (check_forward, {"fence_async_shared": NOTHING}),
         (check_forward, {"_scheduler_barrier_wait": NOTHING}),
+        (check_forward, {"_wait_for_release": NOTHING}),
     ],
     ids=[
         "two tiles of dS",
@@ -549,6 +561,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         "no fence",
         "forward",
         "no scheduler barrier",
+        "no wait for releases",
     ],
 )
 def test_the_simulation_finds_what_is_wrong(

@@ -319,7 +319,7 @@ def test_tokens_that_belong_to_no_sequence_are_kept_and_not_counted() -> None:
 
 
 def test_other_names_of_flash_attn_say_what_to_write() -> None:
-    with pytest.raises(ImportError, match="append to the cache"):
-        from flashattn_triton.integrations.flash_attn import flash_attn_with_kvcache  # noqa: F401
+    with pytest.raises(ImportError, match=r"index the tensor: x\[indices\]"):
+        from flashattn_triton.integrations.flash_attn import index_first_axis  # noqa: F401
     with pytest.raises(AttributeError, match="no attribute 'flash_atn_func'"):
         _ = flash_attn.flash_atn_func

@@ -32,6 +32,8 @@ _REMOVED = {
     "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
     "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
     "from-flex-attention.md of flashattn-triton.",
+    "list": "--help lists the experiments, run --help the presets, and runs are folders in runs/.",
+    "open": "A run prints the path of its report.html: open that file.",
     **dict.fromkeys(
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
@@ -395,46 +397,6 @@ def _trace(
     return 0
 
 
-def _list(as_json: AsJson = False) -> int:
-    """List experiments, presets, and the runs below runs/."""
-    from rich.console import Console
-
-    from bench_harness import session, terminal
-
-    found = {
-        "experiments": [{"name": each.name, "what": each.summary} for each in experiments.every()],
-        "presets": [
-            {"name": name, "what": presets.load(name).description} for name in presets.shipped()
-        ],
-        "runs": session.runs(),
-    }
-    if as_json:
-        typer.echo(json.dumps(found, allow_nan=False))
-    else:
-        terminal.plain_tables({name.capitalize(): rows for name, rows in found.items()}, Console())
-    return 0
-
-
-def _open(
-    run: Annotated[
-        Path | None,
-        typer.Argument(help="A run folder; the latest below runs/ by default.", show_default=False),
-    ] = None,
-) -> int:
-    """Open the report of a run in the browser."""
-    from bench_harness import session
-
-    folder = session.latest() if run is None else run
-    page = folder / "report.html"
-    if not page.is_file():
-        raise ValueError(
-            f"RUN must hold a report.html, but got {folder}. Run bench-harness report {folder}."
-        )
-    typer.echo(str(page))
-    typer.launch(page.absolute().as_uri())
-    return 0
-
-
 def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
     from rich.console import Console
@@ -469,8 +431,6 @@ def _preset(
 
 
 _OTHERS: dict[str, Callable[..., int]] = {
-    "list": _list,
-    "open": _open,
     "report": _report,
     "compare": _compare,
     "trace": _trace,

@@ -170,6 +170,7 @@ def snapshot() -> Row:
     """What changes from case to case: load, free memory, and each GPU's clocks and throttling."""
     return {
         "load_1min": round(psutil.getloadavg()[0], 2),
+        "cpus": psutil.cpu_count(),
         "memory_available_gib": round(psutil.virtual_memory().available / 2**30, 1),
         "gpus": _gpu_states(),
     }

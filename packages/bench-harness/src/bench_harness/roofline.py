@@ -71,7 +71,7 @@ def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
 
 
 def with_roofline(frame: pd.DataFrame) -> pd.DataFrame:
-    """Adds intensity, roofline and limit to rows with a median, their work and rates.
+    """Adds intensity, roofline and limit to rows with a median, their work and measured rates.
 
     Args:
         frame: with ``median_ms``, ``flops``, ``least_bytes``, ``ceiling_tflop_s`` and

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness import experiments, runner, terminal
-from bench_harness.core import Case, Row
+from bench_harness.core import Case
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import PARTIAL, Store, StoreError
+from bench_harness.store import PARTIAL, Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,46 +98,6 @@ def _planned(request: Request) -> tuple[Path, list[Planned]]:
     if folder is None:
         folder, before = choose_folder(request.name, cases)
     return folder, runner.plan(cases, Store(folder), before)
-
-
-def runs() -> list[Row]:
-    """The run folders below :data:`RUNS`, the latest last: when, by which command, how they ended.
-
-    A folder that cannot be read is left out.
-    """
-    found = []
-    for folder in sorted(RUNS.glob("*/"), key=lambda folder: folder.stat().st_mtime):
-        store = Store(folder)
-        try:
-            rows, invocations = store.load().rows, store.runs()
-        except StoreError:
-            continue
-        if rows:
-            cases = {row["case_key"]: row["status"] for row in rows}
-            ok = sum(status == "ok" for status in cases.values())
-            last = invocations[-1] if invocations else {"started": "", "command": ""}
-            found.append(
-                {
-                    "folder": str(folder),
-                    "started": last["started"][:16].replace("T", " "),
-                    "cases": len(cases),
-                    "ok": ok,
-                    "command": last["command"],
-                }
-            )
-    return found
-
-
-def latest() -> Path:
-    """The run folder below :data:`RUNS` that was written last.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = runs()
-    if not found:
-        raise ValueError(f"RUN must be a run folder, but got none, and {RUNS} holds none. Name it.")
-    return Path(found[-1]["folder"])
 
 
 def dry_run(request: Request, console: Console, *, as_json: bool = False) -> None:

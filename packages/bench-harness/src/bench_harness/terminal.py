@@ -87,12 +87,8 @@ def _by(planned: Sequence[Planned]) -> str:
 def summary(report: Report, page: Path, console: Console) -> None:
     """One line per experiment, what failed, where the page is; last, what matters most."""
     names = ("ok", "oom", "skipped", "partial", "timeout", "error")
-    used = [name for name in names if report.counts[name] or name == "ok"]
-    grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
-    for section in report.sections:
-        counts = [Text(str(section.count(name) or ""), style=STYLES[name]) for name in used]
-        grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
-    console.print(grid)
+    if len(report.sections) > 1 or set(report.counts) != {"ok"}:
+        _counts(report, names, console)
     for note in report.notes:
         line(console, note, style="yellow")
     for section in report.sections:
@@ -110,6 +106,16 @@ def summary(report: Report, page: Path, console: Console) -> None:
         line(console, report.headlines[0])
 
 
+def _counts(report: Report, names: Sequence[str], console: Console) -> None:
+    """How the cases of each experiment ended."""
+    used = [name for name in names if report.counts[name] or name == "ok"]
+    grid = _grid("experiment", "cases", *used, "time", numbers_from=1)
+    for section in report.sections:
+        counts = [Text(str(section.count(name) or ""), style=STYLES[name]) for name in used]
+        grid.add_row(section.name, str(len(section.cases)), *counts, duration(section.seconds))
+    console.print(grid)
+
+
 def tables(sections: Sequence[Section], console: Console) -> None:
     """The experiments' own tables, with every column."""
     for section in sections:
@@ -123,9 +129,9 @@ def _fitting(table: Table, console: Console) -> list[Grid]:
 
     Columns that do not fit beside the others go into a grid below, behind the first column.
     """
-    from bench_harness.display.cells import cell, readable, split
+    from bench_harness.display.cells import cell, readable, split, with_intervals
 
-    whole = readable(table.frame)
+    whole = with_intervals(readable(table.frame))
     constant, frame = split(whole, wide=0 if _width(whole, cell) > console.width else None)
     if frame.columns.empty:  # all rows are alike
         constant, frame = {}, whole

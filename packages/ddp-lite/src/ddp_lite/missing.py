@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from ddp_lite.errors import MissingGradientError
 from ddp_lite.ranks import name_ranks
 
 Policy = Literal["skip-if-all", "zeros", "error"]
-_POLICIES = ("skip-if-all", "zeros", "error")
 
 
 class MissingGradients(SideTask):
@@ -30,10 +29,10 @@ class MissingGradients(SideTask):
     """
 
     def __init__(self, policy: Policy) -> None:
-        if policy not in _POLICIES:
+        if policy not in get_args(Policy):
             raise ValueError(
-                f"missing_gradients must be one of {_POLICIES}, but got {policy!r}. Choose one of "
-                "them"
+                f"missing_gradients must be one of {get_args(Policy)}, but got {policy!r}. Choose "
+                "one of them"
             )
         self._policy = policy
         self._absent: set[int] = set()  # parameters without a gradient on this rank

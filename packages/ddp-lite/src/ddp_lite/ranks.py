@@ -377,7 +377,7 @@ class Ranks:
     def tell(self, report: str) -> None:
         """Leaves a report for ranks whose collectives fail in this step; best effort."""
         with contextlib.suppress(RuntimeError):
-            _within(1, lambda: self._reports(self.step).set(str(self.rank), report))
+            _within(1, lambda: self._store(f"reports/{self.step}").set(str(self.rank), report))
 
     def absentees(self, report: str) -> list[int]:
         """Waits until all ranks have called this as often; returns those that have not in time.
@@ -394,7 +394,7 @@ class Ranks:
         occasion = f"attendance/{self._meetings}"
 
         def meet() -> list[int]:
-            self._reports(self.step).set(str(self.rank), report)
+            self._store(f"reports/{self.step}").set(str(self.rank), report)
             here = self._store(occasion)
             here.set(str(self.rank), "")
             deadline = time.monotonic() + seconds
@@ -438,7 +438,7 @@ class Ranks:
         self, report: str, occasion: int | str, others: Sequence[int], answers: dict[int, str]
     ) -> None:
         """Leaves this rank's report and waits for those of the others; adds them to ``answers``."""
-        store = self._reports(occasion)
+        store = self._store(f"reports/{occasion}")
         store.set_timeout(timedelta(seconds=PROBE_SECONDS))  # all stores' from here on
         store.set(str(self.rank), report)
         deadline = time.monotonic() + PROBE_SECONDS
@@ -457,9 +457,6 @@ class Ranks:
         near = [rank for rank in others if self._places[rank] == self._places[self.rank] != ""]
         found = {rank: _trouble(self._pids[rank]) for rank in near}
         return {rank: trouble for rank, trouble in found.items() if trouble is not None}
-
-    def _reports(self, occasion: int | str) -> dist.distributed_c10d.PrefixStore:
-        return self._store(f"reports/{occasion}")
 
     def _store(self, prefix: str) -> dist.distributed_c10d.PrefixStore:
         return dist.distributed_c10d.PrefixStore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, Never, Unpack, overload
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flashattn_triton.caches import attend_to_cache
 from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import attend_to_documents
@@ -26,7 +28,7 @@ from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
-    refuse_with_documents,
+    refuse_with_packed_rows,
     warn_of_alignment,
     warn_of_layout,
 )
@@ -100,6 +102,7 @@ def flash_attention(
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
+    key_lengths: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
@@ -150,6 +153,9 @@ def flash_attention(
         max_documents: at least the number of documents in all rows, which the device checks. The
             host then waits for nothing, as CUDA graphs need it. In compiled code None means as many
             as tokens; the portable kernels launch a program for each head and possible document.
+        key_lengths: (B,) integers on the device, for a cache of fixed size: a row has only its
+            first keys, that many, and "bottom-right" aligns the mask to the last of them. Nothing
+            is read on the host. Without bias, mask, prefixes and documents. "bshd" needs no copy.
         layout: "bhsd" or "bshd", of inputs and output. None means "bhsd", with a warning if inputs
             look like "bshd".
         return_lse: also return the logsumexp.
@@ -182,13 +188,20 @@ def flash_attention(
         check_tensors(query=query, key=key, value=value)
     if mask is not None:
         if document_ids is not None:
-            refuse_with_documents(mask=mask)
+            refuse_with_packed_rows("document_ids", mask=mask)
+        if key_lengths is not None:
+            refuse_with_packed_rows("key_lengths", mask=mask)
         check_layout(layout)
         in_one_batch(query, key, value)
         bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
-    if document_ids is not None or query.dim() != 4 or layout not in (None, "bhsd", "bshd"):
+    if (
+        document_ids is not None
+        or key_lengths is not None
+        or query.dim() != 4
+        or layout not in (None, "bhsd", "bshd")
+    ):
         return _in_four_dimensions(
-            query, key, value, document_ids, max_documents, layout, return_lse,
+            query, key, value, document_ids, max_documents, key_lengths, layout, return_lse,
             (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
             softcap=softcap, deterministic=deterministic, implementation=implementation,
             tiling=tiling, out_dtype=out_dtype,
@@ -380,25 +393,35 @@ def _in_four_dimensions(
     value: Tensor,
     document_ids: Tensor | None,
     max_documents: int | None,
+    key_lengths: Tensor | None,
     layout: Layout | None,
     return_lse: bool,
     tensors: tuple[Tensor | None, ...],
     **keywords: Unpack[OptionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attention` of documents, or with any number of dimensions before the last 3.
+    """:func:`flash_attention` of documents, caches, or any number of dimensions before the last 3.
 
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
     alibi_slopes, bias, prefix_lengths, sinks = tensors
     if document_ids is not None:
-        refuse_with_documents(bias=bias, prefix_lengths=prefix_lengths)
+        refuse_with_packed_rows(
+            "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
+        )
         out, lse = attend_to_documents(
             flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
             alibi_slopes, sinks, max_documents, **keywords,
         )  # fmt: skip
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
+    if key_lengths is not None:
+        refuse_with_packed_rows("key_lengths", bias=bias, prefix_lengths=prefix_lengths)
+        out, lse = attend_to_cache(
+            functools.partial(flash_attention_varlen, alibi_slopes=alibi_slopes, sinks=sinks),
+            query, key, value, key_lengths, layout or "bhsd", **keywords,
+        )  # fmt: skip
+        return (out, lse) if return_lse else out
     q, k, _ = (heads_first(x, layout or "bhsd") for x in batch)
     resolved = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,

@@ -24,7 +24,7 @@ from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
-    refuse_with_documents,
+    refuse_with_packed_rows,
     warn_once,
 )
 from flashattn_triton.problem import (
@@ -272,6 +272,7 @@ def explain(
     prefix_lengths: Tensor | None = None,
     document_ids: Tensor | None = None,
     max_documents: int | None = None,
+    key_lengths: Tensor | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
     **keywords: Unpack[OptionKeywords],
@@ -279,8 +280,8 @@ def explain(
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
-    not depend on ``document_ids``, ``max_documents`` and ``return_lse``, which are taken so that a
-    call can be explained as it is written.
+    not depend on ``document_ids``, ``max_documents``, ``key_lengths`` and ``return_lse``, which are
+    taken so that a call can be explained as it is written.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
@@ -303,12 +304,13 @@ def explain(
     if prefix_lengths is not None:
         check_prefix_options(problem)
     if document_ids is not None:
-        refuse_with_documents(bias=bias, mask=mask, prefix_lengths=prefix_lengths)
+        refuse_with_packed_rows("document_ids", bias=bias, mask=mask, prefix_lengths=prefix_lengths)
     plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        lines.append(describe_forward(head_dims, query.shape[-2], problem))
+        n_queries, n_rows = query.shape[-2], query.shape[:-1].numel()
+        lines.append(describe_forward(head_dims, n_queries, problem, n_rows))
     if plan.runs_hopper_backward(problem):
         lines.append(describe_backward(head_dims, problem))
     elif plan.tiling is not None:

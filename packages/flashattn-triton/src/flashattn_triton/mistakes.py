@@ -115,14 +115,21 @@ _ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def refuse_with_documents(**tensors: object) -> None:
-    """Raises ``ValueError`` for an argument that has no meaning within documents."""
+def refuse_with_packed_rows(packed: str, **tensors: object) -> None:
+    """Raises ``ValueError`` for an argument that has no meaning where rows are packed.
+
+    Args:
+        packed: the argument for which they are, "document_ids" or "key_lengths".
+        tensors: the others.
+    """
     for name, x in tensors.items():
         if x is not None:
-            raise ValueError(
-                f"{name} must be None where document_ids are given, but got one. Pass documents as "
-                f"rows of their own."
+            remedy = (
+                "Pass documents as rows of their own."
+                if packed == "document_ids"
+                else "Hide the keys behind the lengths by a mask instead."
             )
+            raise ValueError(f"{name} must be None where {packed} are given, but got one. {remedy}")
 
 
 def refuse_unknown(function: str, allowed: Collection[str], given: Mapping[str, Any]) -> None:

@@ -54,6 +54,7 @@ from flashattn_triton.operator_rules import (
     vmap_forward,
 )
 from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.sharding import register_for
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
 _ONLY_INPUTS: Needs = (True, False, False)
@@ -232,9 +233,10 @@ _INPUTS = "Tensor query, Tensor key, Tensor value"
 _PROBLEM = (
     f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, str layout, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, str causal, float scale, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, str implementation, bool fp32_out, int[] tiling"
+    "float softcap, bool deterministic, str implementation, bool fp32_out, "
+    "bool largest_only, int[] tiling"
 )
-FP32_OUT = -2  # in what follows key and value
+FP32_OUT, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -291,7 +293,11 @@ def _call_of(
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     layout = rest[len(GIVEN)]
     lse = empty_row_statistic(heads_first(query, layout))
-    out = empty_result(query, value.shape[-1], layout, torch.float32 if rest[FP32_OUT] else None)
+    if rest[LARGEST_ONLY]:
+        out = query.new_empty(0)
+    else:
+        dtype = torch.float32 if rest[FP32_OUT] else None
+        out = empty_result(query, value.shape[-1], layout, dtype)
     return out, lse.squeeze(0) if layout == "thd" else lse
 
 
@@ -662,6 +668,8 @@ def attend(
     if call is None:
         check_inputs(problem, query, key, value, *given[STARTS:])
         given = normalised(problem, query, key, given)
+        if type(query) not in PLAIN:
+            register_for(query, FORWARD, BACKWARD)
         out, lse = FORWARD(query, key, value, *given, *problem.pack())
         return out, lse
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad

@@ -115,8 +115,9 @@ def _products(query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]) ->
 
 
 def forward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
-    """S is over D; O over E."""
-    return sum(_products(query, key, value, rest))
+    """S is over D; O over E, unless only the largest scores are computed."""
+    over_d, over_e = _products(query, key, value, rest)
+    return over_d if rest[-2] else over_d + over_e
 
 
 def backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:

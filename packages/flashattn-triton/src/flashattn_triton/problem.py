@@ -67,6 +67,7 @@ class Keywords(PackedKeywords, total=False):
     mask: Tensor | None
     document_ids: Tensor | None
     max_documents: int | None
+    key_lengths: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,8 @@ class Problem:
     ``layout`` is that of the tensors of a call: "bhsd", "bshd", or "thd" for packed sequences, the
     longest of which are ``longest`` (queries, keys). ``tiling``: kernel shapes to use instead of
     the shipped table's. ``out_dtype``: of the output; None means that of the inputs.
+    ``largest_only``: each query's largest score takes the place of the logsumexp, and there is no
+    output.
     """
 
     causal: Causal = "none"
@@ -92,6 +95,7 @@ class Problem:
     implementation: Implementation = "auto"
     tiling: Tiling | None = None
     out_dtype: torch.dtype | None = None
+    largest_only: bool = False
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -134,6 +138,7 @@ class Problem:
             self.deterministic,
             self.implementation,
             self.out_dtype is not None,
+            self.largest_only,
             [] if self.tiling is None else self.tiling.pack(),
         )
 
@@ -141,7 +146,7 @@ class Problem:
     def unpack(cls, numbers: Sequence[Any]) -> Problem:
         """The problem that :meth:`pack` wrote."""
         layout, longest_q, longest_k, causal, scale, left, right, *rest = numbers
-        softcap, deterministic, implementation, in_fp32, tiling = rest
+        softcap, deterministic, implementation, in_fp32, largest_only, tiling = rest
         return cls(
             layout=layout,
             longest=(longest_q, longest_k),
@@ -153,6 +158,7 @@ class Problem:
             implementation=implementation,
             tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
             out_dtype=torch.float32 if in_fp32 else None,
+            largest_only=largest_only,
         )
 
 

@@ -114,7 +114,8 @@ def attention_reference(
         row_sum = row_sum + torch.exp(sinks - row_max)
     row_sum = row_sum.masked_fill(empty, 1.0)
     out = weights / row_sum[..., None] @ value
-    logsumexp = (row_max + torch.log(row_sum)).masked_fill(empty, float("-inf"))
+    beside_max = torch.zeros_like(row_sum) if problem.largest_only else torch.log(row_sum)
+    logsumexp = (row_max + beside_max).masked_fill(empty, float("-inf"))
     return out, logsumexp
 
 

@@ -225,7 +225,7 @@ def _tiled_forward(
     else:
         starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
         out, lse = tiled_forward_varlen(query, key, value, *starts, problem, mask_and_bias)
-    return _laid_out(out, query, problem), lse
+    return query.new_empty(0) if problem.largest_only else _laid_out(out, query, problem), lse
 
 
 def _tiled_backward(

@@ -98,7 +98,7 @@ def tiled_forward(
                 row_max = new_max
             # Rows without visible keys: 0 / 1 = 0, and -inf + log 0 = -inf.
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
-            lse[:, rows] = row_max + torch.log(row_sum)
+            lse[:, rows] = row_max + (0.0 if problem.largest_only else torch.log(row_sum))
         groups = score_tiles.groups
         out = unfold(out, query, groups).to(problem.out_dtype or query.dtype)
         return out, unfold(lse, query, groups)

@@ -41,6 +41,22 @@ def is_missing(value: Any) -> bool:
     )
 
 
+def with_intervals(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy in which the two ends of each 95 % interval share a column, as ``[1.85, 2.55]``."""
+    import pandas as pd
+
+    made: dict[str, Any] = {}
+    for name in map(str, frame.columns):
+        other = name.replace("95 % low", "95 % high")
+        if other != name and other in frame:
+            ends = ((cell(a), cell(b)) for a, b in zip(frame[name], frame[other], strict=True))
+            texts = [f"[{low}, {high}]" if low and high else "" for low, high in ends]
+            made[name.replace("95 % low", "95 % interval")] = texts
+        elif "95 % high" not in name:
+            made[name] = frame[name]
+    return pd.DataFrame(made)
+
+
 def split(frame: pd.DataFrame, *, wide: int | None = None) -> tuple[dict[str, str], pd.DataFrame]:
     """A wide table's constant columns, as name and text, and the table without them.
 

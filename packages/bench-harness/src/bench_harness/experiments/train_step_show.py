@@ -404,7 +404,7 @@ def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
             ys,
             bare,
             colour=COLOURS[0],
-            label="the step without it",
+            label="computation",
             filled=filled,
             height=0.4,
         )

@@ -15,13 +15,19 @@ from bench_harness.core import Figure, JsonValue, Row, Table
 from bench_harness.environment import measured_on
 from bench_harness.experiments import Experiment
 from bench_harness.report.frame import to_frame
-from bench_harness.report.headlines import headlines, on_cpu
+from bench_harness.report.headlines import headlines, on_cpu, tiles
 from bench_harness.store import ARTIFACTS, PARTIAL, ROUNDS, Store, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _Shown = TypeVar("_Shown")
+
+#: What is measured comes first, then what is calculated or explained, then experiments of others.
+_FIRST = (
+    *("train-step", "model", "memory", "profile", "attention", "allreduce"),
+    *("accounting", "precision"),
+)
 
 #: Damaged lines and cases that a report names one by one.
 _NAMED = 5
@@ -85,6 +91,7 @@ class Report:
         commits: of the measured code, in order of appearance.
         notes: about the data itself, as damaged lines.
         headlines: what matters most, in sentences.
+        tiles: name, value and remark of what stands largest on the page.
         on_cpu: whether times are those of a CPU, which show that things work, not how fast.
     """
 
@@ -95,7 +102,14 @@ class Report:
     sections: list[Section]
     notes: list[str]
     headlines: list[str]
+    tiles: list[tuple[str, str, str]]
     on_cpu: bool
+
+    @property
+    def title(self) -> str:
+        """What was measured: the one case, or the experiments."""
+        labels = [case.label for section in self.sections for case in section.cases]
+        return labels[0] if len(labels) == 1 else ", ".join(each.name for each in self.sections)
 
     @property
     def machines(self) -> list[str]:
@@ -123,8 +137,7 @@ def build(store: Store) -> Report:
     by_name: dict[str, list[Row]] = {}
     for row in loaded.rows:
         by_name.setdefault(row["experiment"], []).append(row)
-    known = experiments.names()
-    order = sorted(by_name, key=lambda name: known.index(name) if name in known else len(known))
+    order = sorted(by_name, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     environments = store.environments()
     return Report(
         name=store.folder.resolve().name,
@@ -134,6 +147,7 @@ def build(store: Store) -> Report:
         sections=[_section(name, by_name[name], store.folder) for name in order],
         notes=_notes(store, loaded.damaged, environments),
         headlines=headlines(loaded.rows),
+        tiles=tiles(loaded.rows),
         on_cpu=on_cpu(loaded.rows),
     )
 

@@ -38,6 +38,38 @@ def headlines(rows: Iterable[Row]) -> list[str]:
     return [text for text in [*found, _unstable(every)] if text is not None]
 
 
+def tiles(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """What a page shows largest, each with its name and a remark: the time of a step, throughput,
+    peak memory, and what costs most. Only what the rows hold."""
+    done = [row for row in rows if row["status"] == "ok"]
+    steps = [row for row in done if row.get("samples_ms") and row.get("phase", "step") == "step"]
+    steps = [row for row in steps if row["experiment"] in ("train-step", "model")]
+    steps = [row for row in steps if row["experiment"] == steps[-1]["experiment"]]
+    found: list[tuple[str, str, str]] = []
+    step = min(
+        (row for row in steps if not str(row.get("variant")).startswith(_BOUND)),
+        key=lambda row: statistics.median(row["samples_ms"]),
+        default=None,
+    )
+    if step is not None:
+        name = str(step.get("variant", ""))
+        found.append(("step", _ms(step), f"{name}{_interval(step)}"))
+        if step.get("tokens"):
+            tokens = step["tokens"] * step["config"].get("world_size", 1)  # of all ranks
+            seconds = statistics.median(step["samples_ms"]) / 1e3
+            found.append(("throughput", f"{tokens / seconds:,.0f} tokens/s", name))
+    peaks = [(float(row["peak_bytes"]), str(row["phase"])) for row in done if "peak_bytes" in row]
+    peaks += [(row["peak_gib"] * 2**30, row["variant"]) for row in steps if row.get("peak_gib")]
+    if peaks:
+        most, where = max(peaks)
+        found.append(("peak memory", quantity(most, "B"), where))
+    shares = [(row["share"], row) for row in done if row.get("kind") == "kernel" and "share" in row]
+    if shares:
+        share, row = max(shares, key=lambda each: float(each[0]))
+        found.append(("largest cost", f"{share:.0f} % of {row['phase']}", row["kernel"][:60]))
+    return found
+
+
 def on_cpu(rows: Iterable[Row]) -> bool:
     """Whether any of the timed figures is from a CPU."""
     return any(row.get("samples_ms") and row["config"].get("device") == "cpu" for row in rows)
@@ -72,17 +104,41 @@ def _fastest(rows: list[Row]) -> str | None:
     takes = f"{first['variant']} takes {_ms(first)}{done}"
     pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
     if not others:
-        return None if unstable else takes + where
+        return takes + (f"{_interval(first)}, unsteady{_busy(rows)}" if unstable else "") + where
     other: Mapping[str, object] = (pytorch or others)[0]
     verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
     if unstable:  # a figure that scatters is not quoted, but the verdict stands
         names = {"A": str(other["variant"]), "B": str(first["variant"])}
         why = "".join(f", {reason}" for reason in verdict.reasons[:1])
         why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
-        return f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}" + where
+        return (
+            f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}{_busy(rows)}"
+            + where
+        )
     beside = f", {verdict.ratio:.2f} of {other['variant']}"
     how = "cannot tell them apart" if verdict.direction == "cannot tell" else str(verdict)
     return takes + beside + f": {how}" + where
+
+
+def _interval(row: Row) -> str:
+    """The 95 % interval of a row's median."""
+    found = summarize(row["samples_ms"])
+    low, high = found["ci_low"], found["ci_high"]
+    if low is None or high is None:
+        return ""
+    return f" [{quantity(low, 'ms')}, {quantity(high, 'ms')}]"
+
+
+def _busy(rows: list[Row]) -> str:
+    """That other programs kept the CPU busy, where a case says so: a likely cause, and the cure."""
+    states = [
+        row.get("machine_after") or {} for row in rows if row["config"].get("device") == "cpu"
+    ]
+    loads = [(each["load_1min"], each["cpus"]) for each in states if each.get("cpus")]
+    load, cpus = max(loads, default=(0.0, 1))
+    if load <= 1.5 * cpus:
+        return ""
+    return f"; load {load:.1f} on {plural(cpus, 'core')}, so run again when it is idle"
 
 
 def _ms(row: Row) -> str:

@@ -23,6 +23,9 @@ class ForwardConfig:
     rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
         many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
         head at a time.
+    named_releases: tiles of K and V are released at hardware barriers, warp by warp.
+    partial_sums: threads sum up their own columns of a row, and lanes add up their sums at the end.
+    seldom_rescales: sums are multiplied only when a row's maximum has risen by a factor of 2^8.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
     """
 
@@ -34,6 +37,9 @@ class ForwardConfig:
     q_slots: int = 2
     halves: bool = False
     rounds: int = 0
+    named_releases: bool = False
+    partial_sums: bool = False
+    seldom_rescales: bool = False
     spills: int = 0
 
     @property
@@ -58,23 +64,32 @@ class BackwardConfig:
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
+# What shortens the softmax of a step; see LOG.md for where it does not.
+_SHORT = replace(_TWO, named_releases=True, partial_sums=True)
 _NARROW_VALUES = replace(_TWO, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
+_SHORT_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1)
 _WIDE = replace(_TWO, keys=64, q_slots=1)
-# Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
-# Tiles of 128 queries leave less of the last tile empty than tiles of 192.
+_SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
+# Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
+# then decides, and a tile of 192 queries takes longer.
+ROWS_AT_ONCE = 132 * 128
+# Keys: columns in use of a tile (96 is also 80), whether there is a causal mask. Rows: up to how
+# many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_TWO, rounds=2, halves=True)),
+        (1024, replace(_SHORT, rounds=2, halves=True)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
-    (64, False): ((1024, _TWO), (math.inf, _THREE)),
-    (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
-    (128, False): ((math.inf, _TWO),),
-    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4)),),
-    (192, False): ((math.inf, _NARROW_VALUES),),
-    (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
-    (256, False): ((math.inf, replace(_WIDE, spills=48)),),
+    (64, False): ((1024, _SHORT), (math.inf, _THREE)),
+    (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
+    (96, False): ((math.inf, _TWO),),
+    (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
+    (128, False): ((math.inf, _SHORT),),
+    (192, True): ((math.inf, replace(_SHORT_NARROW_VALUES, rounds=4, spills=40)),),
+    (192, False): ((math.inf, _SHORT_NARROW_VALUES),),
+    (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),
+    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=48)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
@@ -124,14 +139,17 @@ def forward_widths(head_dims: tuple[int, int]) -> tuple[int, int]:
     return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
 
 
-def forward_config(head_dims: tuple[int, int], n_queries: int, problem: Problem) -> ForwardConfig:
-    """The shipped table's entry."""
+def forward_config(
+    head_dims: tuple[int, int], n_queries: int, problem: Problem, n_rows: float = math.inf
+) -> ForwardConfig:
+    """The shipped table's entry. ``n_rows``: of queries, over all heads and batch elements."""
     left, right = problem.band
     width, _ = forward_widths(head_dims)
     if left is not None:
         return FORWARD_WINDOW[width]
-    rows = FORWARD[width, right is not None]
-    return next(config for limit, config in rows if n_queries <= limit)
+    in_use = columns_in_use(max(head_dims), width)
+    rows = FORWARD[in_use if in_use == width else 96, right is not None]
+    return next(config for n, config in rows if n_queries <= n or n_rows <= ROWS_AT_ONCE)
 
 
 def backward_config(head_dims: tuple[int, int], problem: Problem) -> BackwardConfig:
@@ -143,9 +161,11 @@ def backward_config(head_dims: tuple[int, int], problem: Problem) -> BackwardCon
     return BACKWARD[width, right is not None]
 
 
-def describe_forward(head_dims: tuple[int, int], n_queries: int, problem: Problem) -> str:
+def describe_forward(
+    head_dims: tuple[int, int], n_queries: int, problem: Problem, n_rows: int
+) -> str:
     """The forward kernel's shape in words."""
-    config = forward_config(head_dims, n_queries, problem)
+    config = forward_config(head_dims, n_queries, problem, n_rows)
     return (
         f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
         f"of 4 warps, {config.stages} stages"

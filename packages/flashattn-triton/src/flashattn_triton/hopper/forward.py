@@ -119,9 +119,8 @@ def hopper_forward_call(
     softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    config = forward_config(
-        head_dims, n_queries if packing is None else packing.max_seqlen_q, problem
-    )
+    longest = n_queries if packing is None else packing.max_seqlen_q
+    config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
     programs = multiprocessors(device)
     tiles_of_head = -(-n_queries // config.queries)
     tiles = None
@@ -156,6 +155,9 @@ def hopper_forward_call(
         columns=columns_in_use(max(head_dims), tile_columns),
         q_slots=config.q_slots,
         registers=config.registers,
+        named_releases=config.named_releases,
+        partial_sums=config.partial_sums,
+        seldom_rescales=config.seldom_rescales,
         negative=softcap is None and problem.scale < 0,
         shifted=offset != 0 or (packed and problem.bottom_right),
         halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),

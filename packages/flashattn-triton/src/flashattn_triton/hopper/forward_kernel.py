@@ -40,30 +40,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn_triton.hopper.products import (
     issue_columns,
     issue_over_columns,
+    scale_risen_rows,
     scale_rows,
     store_columns,
     wait_for_columns,
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
+    END,
     key_tiles,
     load_tile,
-    n_rounds,
     store_tile,
-    tile_of_round,
+    tile_at,
+    tile_index,
     whole_tiles,
 )
-from flashattn_triton.hopper.scores import finite_max, largest, pad_columns, scores_tile
+from flashattn_triton.hopper.scores import (
+    add_to_first,
+    factors_like,
+    finite_max,
+    largest,
+    pad_columns,
+    scores_tile,
+    sums_of_columns,
+)
 from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
+    named_barrier_arrive_at,
     named_barrier_sync,
+    named_barrier_sync_at,
+    raised_max,
     to_operand,
 )
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
+KEY_SLOT = gl.constexpr(0)
+VALUE_SLOT = gl.constexpr(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +93,11 @@ class ForwardOptions:
     registers: of a consumer's thread.
     negative: the scale is.
     shifted: the diagonal's offset is not 0.
+    named_releases: consumers release tiles of K and V at hardware barriers, not at mbarriers.
+    partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
+        the end of a tile of queries.
+    seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
+        times too small.
     halved: no query of the first of two consumers sees more than half of its last tile of keys.
     is_causal: no query sees a key after its diagonal.
     has_left: no query sees a key more than ``width`` before its diagonal.
@@ -91,6 +111,9 @@ class ForwardOptions:
     columns: int
     q_slots: int
     registers: int
+    named_releases: bool
+    partial_sums: bool
+    seldom_rescales: bool
     negative: bool
     shifted: bool
     halved: bool
@@ -99,6 +122,91 @@ class ForwardOptions:
     packed: bool
     bottom_right: bool
     has_sinks: bool
+
+
+# ---- the next tile of queries --------------------------------------------------------------------
+#
+# The producer finds out which tile is next, and tells consumers by a record in shared memory, which
+# is complete when the tile's Q is. Consumers divide no indices and read no table between two tiles:
+# packed sequences are 2 to 3 % faster.
+
+RECORD = gl.constexpr(8)  # fields
+NO_TILE = gl.constexpr(-1)  # in place of the first row, after the last tile
+
+
+@gluon.jit
+def _write_record(record, first_row, head, first_at, n_queries, band, keys_end):
+    """Each thread writes all fields, so that whoever arrives at a barrier next has written them."""
+    n_keys, offset, _width = band
+    field = gl.arange(0, RECORD, gl.BlockedLayout([RECORD], [32], [4], [0]))
+    values = gl.where(field == 0, first_row, head)
+    values = gl.where(field == 2, first_at, values)
+    values = gl.where(field == 3, n_queries, values)
+    values = gl.where(field == 4, n_keys, values)
+    values = gl.where(field == 5, offset, values)
+    record.store(gl.where(field == 6, keys_end, values))
+
+
+@gluon.jit
+def _field(record, INDEX: gl.constexpr):
+    """One field of a record."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([RECORD], [32], [4], [0])
+    return gl.sum(gl.where(gl.arange(0, RECORD, LAYOUT) == INDEX, record.load(LAYOUT), 0), 0)
+
+
+@gluon.jit
+def _has_tile(q_full, records, round_index, OPTIONS: gl.constexpr):
+    """Waits for the next tile of queries; whether there is one."""
+    slot = round_index % OPTIONS.q_slots
+    mbarrier.wait(q_full.index(slot), (round_index // OPTIONS.q_slots) & 1)
+    return _field(records.index(slot), 0) != NO_TILE
+
+
+@gluon.jit
+def _read_record(record, work, OPTIONS: gl.constexpr):
+    """A tile for consumers: (first row, head, rows, band, ``at`` of the rows, end of keys).
+
+    Where keys end at -1, no sequence owns the rows.
+    """
+    sizes, band, _ = work
+    n_queries = sizes[1]
+    first_row, head, first_at = _field(record, 0), _field(record, 1), _field(record, 2)
+    q_at = (first_at, 0)
+    keys_end = 0
+    if OPTIONS.packed:
+        n_queries = _field(record, 3)
+        band = (_field(record, 4), _field(record, 5), band[2])
+        q_at = (first_at, END - n_queries)
+        keys_end = _field(record, 6)
+    return first_row, head, n_queries, band, q_at, keys_end
+
+
+# ---- slots of K and V ----------------------------------------------------------------------------
+#
+# Consumers release slots at mbarriers or, with ``named_releases``, at hardware barriers. At the
+# latter each warp arrives by itself; before an arrival at an mbarrier Triton has all warps of the
+# consumer meet, in each step twice. ptxas then also moves exponentials to before the wait for P·V
+# and the release of V to after others, so that the choice is one of measurement (LOG.md).
+
+
+@gluon.jit
+def _release(barrier, KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
+    """A consumer has read a slot, whose mbarrier is in ``barrier``."""
+    if OPTIONS.named_releases:
+        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+        named_barrier_arrive_at(named, 128 * (OPTIONS.consumers + 1))
+    else:
+        mbarrier.arrive(barrier.index(slot), count=1)
+
+
+@gluon.jit
+def _wait_for_release(barrier, KIND: gl.constexpr, slot, phase, OPTIONS: gl.constexpr):
+    """The producer waits until all consumers have read what was in a slot in the phase before."""
+    if OPTIONS.named_releases:
+        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+        named_barrier_sync_at(named, 128 * (OPTIONS.consumers + 1))
+    else:
+        mbarrier.wait(barrier.index(slot), phase ^ 1)
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -118,7 +226,7 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_smem, k_smem, v_smem, _o_smem = buffers
+    q_smem, k_smem, v_smem, _o_smem, records = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     STAGES: gl.constexpr = OPTIONS.stages
@@ -129,15 +237,18 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     KEY_BYTES: gl.constexpr = KEYS * PARTS * k_smem.shape[2] * 2
     VALUE_BYTES: gl.constexpr = KEYS * v_smem.shape[2] * 2
     tiles_done = 0  # tiles of keys so far
-    for round_index in range(n_rounds(N_TILES)):
-        first_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
-            round_index, work, CONSUMERS * ROWS, OPTIONS
+    round_index = 0
+    index = gl.program_id(0)
+    while index < N_TILES:
+        first_row, head, n_queries, own_band, q_at, k_at = tile_at(
+            index, work, CONSUMERS * ROWS, OPTIONS
         )
         stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
         start, stop = key_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         kv_head = head // HEADS_PER_KV
         q_slot = round_index % Q_SLOTS
         mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+        _write_record(records.index(q_slot), first_row, head, q_at[0], n_queries, own_band, k_at[0])
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
@@ -147,14 +258,24 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
             phase = (tiles_done // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            _wait_for_release(k_empty, KEY_SLOT, slot, phase, OPTIONS)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
             _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            _wait_for_release(v_empty, VALUE_SLOT, slot, phase, OPTIONS)
             mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
             load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, OPTIONS.packed)
             tiles_done += 1
+        round_index += 1
+        index = tile_index(round_index)
+    q_slot = round_index % Q_SLOTS
+    mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+    _write_record(records.index(q_slot), NO_TILE, 0, 0, 0, work[1], 0)
+    mbarrier.arrive(q_full.index(q_slot), count=1)
+    if OPTIONS.named_releases:  # takes the last arrivals
+        for i in gl.static_range(STAGES):
+            _wait_for_release(k_empty, KEY_SLOT, i, 0, OPTIONS)
+            _wait_for_release(v_empty, VALUE_SLOT, i, 0, OPTIONS)
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -184,9 +305,9 @@ def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.
         slot = tiles_done % OPTIONS.stages
         phase = (tiles_done // OPTIONS.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        _release(k_empty, KEY_SLOT, slot, OPTIONS)
         mbarrier.wait(v_full.index(slot), phase)
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         tiles_done += 1
         _scheduler_barrier_wait(CONSUMER)
         _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
@@ -252,7 +373,7 @@ def _step(
     acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the previous tile
     row_max,  # (ROWS,) fp32, in units of log2
-    row_sum,  # (ROWS,) fp32
+    row_sum,  # (ROWS, 1) or (ROWS, 8) fp32, as of sums_of_columns
     CONSUMER: gl.constexpr,
     OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
@@ -260,7 +381,7 @@ def _step(
 ):
     """Q·Kᵀ of this tile, its softmax, and beside the softmax P·V of the previous tile."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _q_smem, k_smem, v_smem, _o_smem = buffers
+    _q_smem, k_smem, v_smem, _o_smem, _records = buffers
     scale_log2, tanh_scale = scales
     STAGES: gl.constexpr = OPTIONS.stages
     slot = tiles_done % STAGES
@@ -276,17 +397,23 @@ def _step(
     _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    _release(k_empty, KEY_SLOT, slot, OPTIONS)
     s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
     new_max = gl.maximum(row_max, largest(s, scale_log2, OPTIONS.negative))
+    if OPTIONS.seldom_rescales:
+        new_max, rises = raised_max(row_max, new_max)
     shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
     exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     correction = exp2(row_max - shift)
-    row_sum = row_sum * correction + gl.sum(exponentials, 1)
+    row_sum = row_sum * factors_like(correction, row_sum)
+    row_sum += sums_of_columns(exponentials, OPTIONS.partial_sums)
 
     acc = wait_for_columns(acc, 0)
-    mbarrier.arrive(v_empty.index(before), count=1)
-    acc = scale_rows(acc, correction)
+    _release(v_empty, VALUE_SLOT, before, OPTIONS)
+    if OPTIONS.seldom_rescales:
+        acc = scale_risen_rows(acc, correction, rises)
+    else:
+        acc = scale_rows(acc, correction)
     PROBABILITIES: gl.constexpr = p.type.layout
     p = to_operand(exponentials, p.dtype, PROBABILITIES)
     return acc, p, new_max, row_sum
@@ -306,8 +433,8 @@ def _consumer(
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_desc = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_smem, k_smem, v_smem, o_smem = buffers
-    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
+    q_smem, k_smem, v_smem, o_smem, records = buffers
+    _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
     L_ptr, sinks_ptr = per_row
     scale_log2, tanh_scale = scales
     CONSUMERS: gl.constexpr = OPTIONS.consumers
@@ -329,10 +456,16 @@ def _consumer(
     tiles_done = 0
     if CONSUMER == CONSUMERS - 1:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
+    if OPTIONS.named_releases:  # all slots are empty
+        for i in gl.static_range(STAGES):
+            _release(k_empty, KEY_SLOT, i, OPTIONS)
+            _release(v_empty, VALUE_SLOT, i, OPTIONS)
 
-    for round_index in range(n_rounds(N_TILES)):
-        tile_row, head, n_queries, own_band, q_at, k_at = tile_of_round(
-            round_index, work, CONSUMERS * ROWS, OPTIONS
+    round_index = 0
+    while _has_tile(q_full, records, round_index, OPTIONS):
+        q_slot = round_index % Q_SLOTS
+        tile_row, head, n_queries, own_band, q_at, keys_end = _read_record(
+            records.index(q_slot), work, OPTIONS
         )
         first_row = tile_row + CONSUMER * ROWS
         stop_row = min(tile_row + CONSUMERS * ROWS, n_queries)
@@ -347,15 +480,13 @@ def _consumer(
 
         # The last visible tile: there is no P·V to issue beside its scores, and no maximum yet.
         slot = tiles_done % STAGES
-        q_slot = round_index % Q_SLOTS
         q_parts = _parts_of(q_smem, q_slot * CONSUMERS + CONSUMER, PARTS)
-        mbarrier.wait(q_full.index(q_slot), (round_index // Q_SLOTS) & 1)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
         _scheduler_barrier_wait(CONSUMER)
         s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
         s = warpgroup_mma_wait(0, deps=(s,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
+        _release(k_empty, KEY_SLOT, slot, OPTIONS)
         first_key = (stop - 1) * KEYS
         masked = OPTIONS.is_causal or OPTIONS.has_left or first_key + KEYS > own_band[0]
         s = scores_tile(s, tanh_scale, first_row, first_key, own_band, masked, OPTIONS)
@@ -363,17 +494,18 @@ def _consumer(
         if OPTIONS.has_sinks:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
             if OPTIONS.packed:  # nor do tokens that no sequence owns see a sink
-                sink = gl.where(k_at[0] < 0, float("-inf"), sink)
+                sink = gl.where(keys_end < 0, float("-inf"), sink)
             row_max = gl.maximum(row_max, sink)
         shift = finite_max(row_max, _has_blind_rows(OPTIONS))
         exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-        row_sum = gl.sum(exponentials, 1)
+        row_sum = sums_of_columns(exponentials, OPTIONS.partial_sums)
         if OPTIONS.has_sinks:
-            row_sum += exp2(sink - shift)
+            row_sum = add_to_first(row_sum, exp2(sink - shift))
         if FIRST_KEYS < KEYS:
             exponentials = pad_columns(exponentials, SCORES)
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
-            row_sum = gl.convert_layout(row_sum, SCORE_ROWS, assert_trivial=True)
+            if not OPTIONS.partial_sums:
+                row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
 
@@ -402,12 +534,13 @@ def _consumer(
         slot = (tiles_done - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
         acc = issue_columns(p, v_smem.index(slot), acc)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         logsumexp = (row_max + gl.log2(row_sum)) * LN_2
         normaliser = 1.0 / row_sum
         acc = wait_for_columns(acc, 0)
-        mbarrier.arrive(v_empty.index(slot), count=1)
+        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
@@ -425,6 +558,7 @@ def _consumer(
         if Q_SLOTS == 1:  # the output is in Q's shared memory
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(q_slot), count=1)
+        round_index += 1
     tma.store_wait(0)
     if CONSUMER == 0:
         _scheduler_barrier_wait(CONSUMER)  # takes the last arrival, which no consumer waited for
@@ -496,6 +630,8 @@ def hopper_forward_kernel(
     o_smem = q_smem
     if Q_SLOTS > 1:
         o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
+    RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    records = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, RECORD], RECORDS)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
@@ -513,7 +649,7 @@ def hopper_forward_kernel(
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     descriptors = (q_desc, k_desc, v_desc, o_desc)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    buffers = (q_smem, k_smem, v_smem, o_smem)
+    buffers = (q_smem, k_smem, v_smem, o_smem, records)
     if OPTIONS.packed:
         N_TILES = gl.load(tiles_ptr) * N_HEADS
     if not OPTIONS.shifted:

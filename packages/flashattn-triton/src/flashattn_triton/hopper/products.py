@@ -18,6 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from flashattn_triton.hopper.support import multiply_if
+
 FIRST = gl.constexpr(64)  # columns of the first range, if there are two
 
 
@@ -116,6 +118,22 @@ def scale_rows(accs, factors):
         RIGHT: gl.constexpr = gl.SliceLayout(1, accs[1].type.layout)
         right = accs[1] * gl.expand_dims(gl.convert_layout(factors, RIGHT), 1)
         scaled = (left, right)  # type: ignore[assignment]
+    return scaled
+
+
+@gluon.jit
+def scale_risen_rows(accs, factors, rises):
+    """:func:`scale_rows`, skipped by warps that have no row whose maximum ``rises``."""
+    LEFT: gl.constexpr = gl.SliceLayout(1, accs[0].type.layout)
+    by_left = gl.expand_dims(gl.convert_layout(factors, LEFT), 1)
+    left = multiply_if(accs[0], by_left, gl.expand_dims(gl.convert_layout(rises, LEFT), 1))
+    if len(accs) == 1:
+        scaled = (left,)
+    else:
+        RIGHT: gl.constexpr = gl.SliceLayout(1, accs[1].type.layout)
+        by_right = gl.expand_dims(gl.convert_layout(factors, RIGHT), 1)
+        rises_right = gl.expand_dims(gl.convert_layout(rises, RIGHT), 1)
+        scaled = (left, multiply_if(accs[1], by_right, rises_right))  # type: ignore[assignment]
     return scaled
 
 

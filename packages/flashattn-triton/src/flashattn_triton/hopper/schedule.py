@@ -195,10 +195,10 @@ def store_tile(descriptor, at, head, row, tile, PACKED: gl.constexpr, COLUMN=0):
 
 
 @gluon.jit
-def _tile_index(round_index):
+def tile_index(round_index):
     """Which tile this program computes in this round; every other round runs backwards.
 
-    In the order of :func:`tile_of_round`, neighbours are of almost equal length. Programs alternate
+    In the order of :func:`tile_at`, neighbours are of almost equal length. Programs alternate
     between the longer and the shorter one, so that each does about the same amount of work.
     """
     program = gl.program_id(0)
@@ -207,19 +207,11 @@ def _tile_index(round_index):
 
 
 @gluon.jit
-def n_rounds(N_TILES):
-    """How many rounds, and so tiles, this program has."""
-    whole_rounds = N_TILES // gl.num_programs(0)
-    return whole_rounds + gl.where(_tile_index(whole_rounds) < N_TILES, 1, 0)
-
-
-@gluon.jit
-def _packed_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
-    """:func:`tile_of_round` of a packed batch: sequence after sequence, each in groups of heads."""
+def _packed_tile(index, work, ROWS_PER_TILE: gl.constexpr):
+    """:func:`tile_at` of a packed batch: sequence after sequence, each in groups of heads."""
     sizes, band, tiles_ptr = work
     _N_TILES, _N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
     _N_KEYS, offset, width = band
-    index = _tile_index(round_index)
     first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
         tiles_ptr, index // N_HEADS
     )
@@ -237,11 +229,10 @@ def _packed_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
 
 
 @gluon.jit
-def _dense_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
-    """:func:`tile_of_round` of a dense batch: groups of heads of all batch elements."""
+def _dense_tile(index, work, ROWS_PER_TILE: gl.constexpr):
+    """:func:`tile_at` of a dense batch: groups of heads of all batch elements."""
     sizes, band, _ = work
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
-    index = _tile_index(round_index)
     n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
     n_heads = N_TILES // n_tiles  # of all batch elements
     group = index // (n_tiles * GROUP)
@@ -256,7 +247,7 @@ def _dense_tile(round_index, work, ROWS_PER_TILE: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_round(round_index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
+def tile_at(index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of queries: (first row, head, rows, band, ``at`` of the rows, ``at`` of the keys).
 
     ``work``: (sizes of the problem, band, table of a packed batch). Rows and band are those of the
@@ -267,16 +258,12 @@ def tile_of_round(round_index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.co
     they end as the next one begins.
     """
     if OPTIONS.packed:
-        first_row, head, n_queries, own_band, q_at, k_at = _packed_tile(
-            round_index, work, ROWS_PER_TILE
-        )
+        first_row, head, n_queries, own_band, q_at, k_at = _packed_tile(index, work, ROWS_PER_TILE)
         if OPTIONS.bottom_right:
             n_keys, offset, width = own_band
             own_band = (n_keys, offset + n_keys - n_queries, width)
     else:
-        first_row, head, n_queries, own_band, q_at, k_at = _dense_tile(
-            round_index, work, ROWS_PER_TILE
-        )
+        first_row, head, n_queries, own_band, q_at, k_at = _dense_tile(index, work, ROWS_PER_TILE)
     return first_row, head, n_queries, own_band, q_at, k_at
 
 

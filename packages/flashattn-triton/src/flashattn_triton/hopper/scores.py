@@ -110,3 +110,33 @@ def pad_columns(x, LAYOUT: gl.constexpr):
     padded = gl.join(x, gl.zeros([x.shape[0], x.shape[1]], gl.float32, NARROW))
     padded = gl.reshape(gl.permute(padded, (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
     return gl.convert_layout(padded, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def sums_of_columns(x, PARTIAL: gl.constexpr):
+    """(rows, columns) to sums of each row: (rows, 1), or if PARTIAL (rows, 8) within threads.
+
+    A thread holds two neighbours of every eight columns of a row. It adds up every eighth column in
+    chains of its own, and lanes exchange nothing, in every step: that is left for the end.
+    """
+    if PARTIAL:
+        EIGHT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+        eighths = gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+        sums = gl.convert_layout(eighths, EIGHT, assert_trivial=True)
+    else:
+        sums = gl.expand_dims(gl.sum(x, 1), 1)
+    return sums
+
+
+@gluon.jit
+def factors_like(factors, sums):
+    """A number for each row, as a factor of :func:`sums_of_columns`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    return gl.expand_dims(gl.convert_layout(factors, LAYOUT, assert_trivial=True), 1)
+
+
+@gluon.jit
+def add_to_first(sums, x):
+    """Adds a number for each row to the first one of its :func:`sums_of_columns`."""
+    columns = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    return sums + gl.where(gl.expand_dims(columns, 0) == 0, factors_like(x, sums), 0.0)

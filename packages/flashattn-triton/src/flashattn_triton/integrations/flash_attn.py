@@ -42,13 +42,16 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "seqused_q": (None, "sequences shorter than cu_seqlens says"),
     "seqused_k": (None, "sequences shorter than cu_seqlens says"),
     "leftpad_k": (None, "padding on the left of keys"),
+    "cache_leftpad": (None, "padding on the left of keys"),
+    "cache_batch_idx": (None, "caches with rows of other batches"),
+    "rotary_cos": (None, "rotary embeddings within attention"),
+    "rotary_sin": (None, "rotary embeddings within attention"),
+    "rotary_interleaved": (True, "rotary embeddings within attention"),
 }
 # Advice for flash-attn 3's scheduler that changes no result.
 _WITHOUT_EFFECT = ("num_splits", "pack_gqa", "sm_margin")
 # What else flash-attn's modules have, and what to write instead.
 _REPLACED = {
-    "flash_attn_with_kvcache": "append to the cache, then call flash_attn_func(q, keys, values, "
-    "causal=True) with the part of it that is filled",
     "bert_padding": "import unpad_input and pad_input from this module",
     "unpad_input_for_concatenated_sequences": "pass document_ids to flashattn_triton."
     "flash_attention",
@@ -250,6 +253,74 @@ def flash_attn_varlen_kvpacked_func(
     """
     k, v = _unpacked("kv", kv, 4, 2)
     return flash_attn_varlen_func(q, k, v, *options, **keywords)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    **others: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention to the filled part of a cache, to which new keys and values are added before.
+
+    Args:
+        q: (B, N_q, H, D).
+        k_cache: (B, places, G, D); ``k`` is written into it.
+        v_cache: (B, places, G, E); ``v`` is written into it.
+        k: (B, N_new, G, D), or None.
+        v: (B, N_new, G, E), or None.
+        cache_seqlens: (B,) int32, or one number: how many places are filled before ``k`` is added.
+            None: none, or without ``k`` all. Nothing is read on the host; the places behind them
+            must hold ``k``.
+        return_softmax_lse: also return the logsumexp (B, H, N_q) in fp32.
+        others: further arguments of flash-attn, which ask for nothing or raise.
+
+    The other arguments are those of :func:`flash_attn_func`; the mask is aligned to the last key.
+
+    Returns:
+        (B, N_q, H, E), or a pair of it and the logsumexp.
+
+    Raises:
+        ValueError: an argument asks for what is not computed here, or is not what is described.
+        TypeError: an input is not a tensor, or an argument does not exist.
+    """
+    _refuse("flash_attn_with_kvcache", others)
+    if (k is None) != (v is None):
+        missing = "k" if k is None else "v"
+        raise ValueError(
+            f"{missing} must be a tensor where the other one is, but got None. Pass new keys with "
+            f"their values."
+        )
+    filled = (0 if k is not None else k_cache.shape[1]) if cache_seqlens is None else cache_seqlens
+    lengths = torch.as_tensor(filled, device=q.device).expand(len(q))
+    if k is not None and v is not None:
+        rows = torch.arange(len(q), device=q.device)[:, None]
+        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
+        k_cache[rows, places], v_cache[rows, places] = k, v
+        lengths = lengths + k.shape[1]
+    return flash_attention(
+        q,
+        k_cache,
+        v_cache,
+        key_lengths=lengths,
+        causal=_alignment(causal),
+        scale=softmax_scale,
+        window=_window(window_size),
+        softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
+        layout="bshd",
+        return_lse=normalise_flag("return_softmax_lse", return_softmax_lse),
+    )
 
 
 def unpad_input(

@@ -119,22 +119,23 @@ def _attend(
         )  # fmt: skip
         # unit >= 0, so the maximum commutes with it, and the scale folds into one multiply-add.
         new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
-        shift = new_max
-        if MASKED or OPTIONS.has_bias:
-            # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(z * unit - shift[:, None])
-        correction = tl.exp2(row_max - shift)
-        row_sum = row_sum * correction + tl.sum(p, 1)
-        acc = acc * correction[:, None]
-        if OPTIONS.use_tma:
-            v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
-        else:
-            v_tile = V + key_start.to(tl.int64) * stride_vk
-            v = load_rows(
-                v_tile, keys, value_columns, stride_vk, n_keys - key_start, OPTIONS.e, MASKED
-            )
-        acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
+        if not OPTIONS.largest_only:
+            shift = new_max
+            if MASKED or OPTIONS.has_bias:
+                # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(z * unit - shift[:, None])
+            correction = tl.exp2(row_max - shift)
+            row_sum = row_sum * correction + tl.sum(p, 1)
+            acc = acc * correction[:, None]
+            if OPTIONS.use_tma:
+                v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
+            else:
+                v_tile = V + key_start.to(tl.int64) * stride_vk
+                v = load_rows(
+                    v_tile, keys, value_columns, stride_vk, n_keys - key_start, OPTIONS.e, MASKED
+                )
+            acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -279,7 +280,8 @@ def flash_forward_kernel(
         row_max -= alibi_of_rows(queries, offset, query_start + offset, slope)
     logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
     o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
-    store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, OPTIONS.e)
+    if not OPTIONS.largest_only:  # else the sum is 0, and this is the largest score
+        store_rows(o_tile, out, rows, value_columns, stride_oq, n_rows, OPTIONS.e)
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
@@ -376,6 +378,7 @@ def forward_call(
         bias_tma=bias_tma,
         has_sinks=specialization.sinks,
         negative_scale=problem.scale < 0,
+        largest_only=problem.largest_only,
     )
     constants = {
         "D": head_dim,
@@ -415,6 +418,9 @@ def forward_call(
         registers=register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
     )
     layout = problem.layout
+    none: Layout = ((0,), (1,), out.dtype)
     return ForwardCall(
-        launch=launch, out=in_layout(out, layout), logsumexp=in_layout(logsumexp, layout)
+        launch=launch,
+        out=none if problem.largest_only else in_layout(out, layout),
+        logsumexp=in_layout(logsumexp, layout),
     )

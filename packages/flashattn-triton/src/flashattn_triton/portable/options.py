@@ -54,9 +54,10 @@ class KernelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions(KernelOptions):
-    """Of the forward kernel."""
+    """Of the forward kernel. largest_only: it computes each query's largest score alone."""
 
     has_sinks: bool
+    largest_only: bool
     negative_scale: bool
 
 

@@ -1,0 +1,100 @@
+"""Masks, caches and derivatives beyond the first on a GPU, beside the definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn_triton import explain, flash_attention
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def tensors(dtype: torch.dtype, n_queries: int = 300, n_keys: int = 300) -> list[Tensor]:
+    """Query of 4 heads, key and value of 2."""
+    shapes = ((2, 4, n_queries, 64), (2, 2, n_keys, 64), (2, 2, n_keys, 64))
+    return [torch.randn(s, dtype=dtype, device="cuda", requires_grad=True) for s in shapes]
+
+
+def assert_near(actual: Any, expected: Any, dtype: torch.dtype) -> None:
+    """Within the tolerance, in units of the largest expected number."""
+    for a, e in zip(actual, expected, strict=True):
+        scale = e.double().abs().max().clamp_min(1e-3)
+        assert (a.double() - e.double()).abs().max() <= TOLERANCE[dtype] * scale
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shared", [True, False])
+def test_masks_hide_nan_in_kernels(dtype: torch.dtype, shared: bool) -> None:
+    inputs = tensors(dtype)
+    mask = torch.rand(2, 1, 1 if shared else 300, 300, device="cuda") > 0.3
+    mask[..., 200:] = False
+    bias = torch.randn(1, 4, 300, 300, dtype=dtype, device="cuda", requires_grad=True)
+    results = []
+    for implementation in ("triton", "reference"):
+        given = [x.detach().clone() for x in inputs]
+        if implementation == "triton":
+            given[1][:, :, 200:] = given[2][:, :, 200:] = float("nan")
+        leaves = [x.requires_grad_() for x in given]
+        out = flash_attention(*leaves, bias=bias, mask=mask, implementation=implementation)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (*leaves, bias))))
+    assert_near(*results, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("n_queries", [1, 5])
+def test_caches_in_a_graph(dtype: torch.dtype, n_queries: int) -> None:
+    query, key, value = (x.detach().transpose(1, 2) for x in tensors(dtype, n_queries))
+    lengths = torch.tensor([300, 5], device="cuda")
+
+    def step() -> Any:
+        return flash_attention(
+            query, key, value, key_lengths=lengths, causal="bottom-right", layout="bshd"
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for given in ([300, 5], [17, 264]):
+        lengths.copy_(torch.tensor(given))
+        graph.replay()
+        for i, n in enumerate(given):
+            alone = flash_attention(
+                query[i : i + 1], key[i : i + 1, :n], value[i : i + 1, :n],
+                causal="bottom-right", layout="bshd", implementation="reference",
+            )  # fmt: skip
+            assert_near([out[i : i + 1]], [alone], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_forward_mode_and_gradient_penalties(dtype: torch.dtype) -> None:
+    inputs, directions = tensors(dtype), tensors(dtype)
+    results = []
+    for implementation in ("auto", "reference"):
+
+        def function(*x: Tensor, implementation: Any = implementation) -> Any:
+            return flash_attention(*x, causal=True, implementation=implementation)
+
+        jvp: Any = torch.func.jvp
+        out, tangent = jvp(function, tuple(inputs), tuple(directions))
+        loss = function(*inputs).float().square().sum()
+        gradients = torch.autograd.grad(loss, inputs, create_graph=True)
+        penalty = torch.stack([g.float().square().sum() for g in gradients]).sum()
+        results.append((out, tangent, *torch.autograd.grad(penalty, inputs)))
+    assert_near(*results, dtype)
+
+
+def test_wide_heads_are_refused_with_the_tier_that_has_no_limit() -> None:
+    wide = torch.randn(1, 2, 40, 512, device="cuda")
+    with pytest.raises(
+        ValueError, match=r"at most 256 for Triton's kernels.*Use implementation='tiled'"
+    ):
+        flash_attention(wide, wide, wide)
+    out = flash_attention(wide, wide, wide, implementation="tiled")
+    assert_near([out], [flash_attention(wide, wide, wide, implementation="reference")], wide.dtype)
+    assert "tier: tiled" in explain(wide, wide, wide, implementation="tiled")
