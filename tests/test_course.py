@@ -4,16 +4,19 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tools import browser
 from tools.course import deliverables, document, student_checks, students
 from tools.course.questions import PAGES, RESULTS, Part, answer, heading, parts
 from tools.pages.rows import read
 
 from basics_model.sizes import model_config
+from bench_harness import cli
 from bench_harness.activations import peaks, saved_for_backward
 
 PARTS = parts()
@@ -62,6 +65,19 @@ def test_every_answer_of_a_page_is_asked() -> None:
         name = page.relative_to(PAGES).with_suffix("").as_posix()
         asked = [part for part in PARTS if part.page == name]
         assert shown.count("> **Answer.**") == len(asked), page
+
+
+@pytest.mark.nightly
+def test_commands_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that make rows again, and those of cells that no row has yet."""
+    missing = (part.missing.partition(" (")[0] for part in PARTS)
+    for command in dict.fromkeys([*(part.command for part in PARTS), *missing]):
+        words = [word for word in shlex.split(command) if not word.startswith("PYTORCH_")]
+        if words[:1] != ["bench-harness"]:
+            assert words[:1] in ([], ["uv"], ["torchrun"]), command
+            continue
+        assert cli.main([*words[1:], "--dry-run", "--json"]) == 0, command
+        assert json.loads(capsys.readouterr().out)["cases"], command
 
 
 def test_sentences_are_counted() -> None:
@@ -293,7 +309,7 @@ def test_document_has_every_answer(edition: int) -> None:
 def test_document_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("markdown", reason="needs the dependency group docs")
     pytest.importorskip("fpdf", reason="needs the dependency group docs")
-    monkeypatch.setattr(document, "BROWSERS", ("no-such-browser",))
+    monkeypatch.setattr(browser, "NAMES", ("no-such-browser",))
     html, pdf = document.write(2026, tmp_path)
     assert "data:image/png;base64," in html.read_text(encoding="utf-8")
     assert pdf.read_bytes().startswith(b"%PDF")

@@ -11,9 +11,8 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from tools import browser
 from tools.pages import draw as draw_pictures
-
-from tests.support import browser
 
 pytestmark = pytest.mark.nightly
 

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import base64
 import importlib
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from tools import browser
 from tools.course.questions import PAGES, Part, parts
 
-#: Names under which Chromium and its relatives are installed.
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _PICTURE = re.compile(r"!\[(?P<title>[^\]]*)\]\((?P<file>[^)]+\.png)\)")
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?!https?:)[^)]*\)")
@@ -66,11 +61,13 @@ def write(edition: int, folder: Path, *, pdf: bool = True) -> list[Path]:
     if not pdf:
         return [html]
     target = folder / f"answers-{edition}.pdf"
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    if browser.find() is None:
         _by_library(body, title, target)
     else:
-        _by_browser(browser, html, target)
+        try:
+            browser.run(html, f"--print-to-pdf={target.resolve()}", "--no-pdf-header-footer")
+        except browser.BrowserError as error:
+            raise ValueError(str(error)) from None
     return [html, target]
 
 
@@ -108,23 +105,6 @@ _PNG = re.compile(r'src="(?P<path>/[^"]+\.png)"')
 def _embedded(match: re.Match[str]) -> str:
     data = base64.b64encode(Path(match["path"]).read_bytes()).decode()
     return f'src="data:image/png;base64,{data}"'
-
-
-def _by_browser(browser: str, html: Path, target: Path) -> None:
-    rights = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox refuses to run as root
-    with tempfile.TemporaryDirectory(prefix="answers-") as profile:
-        done = subprocess.run(
-            [
-                *(browser, "--headless", "--disable-gpu", f"--user-data-dir={profile}", *rights),
-                *(f"--print-to-pdf={target.resolve()}", "--no-pdf-header-footer"),
-                html.resolve().as_uri(),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-    if done.returncode or not target.is_file():
-        raise ValueError(f"{browser} failed with {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
 def _by_library(body: str, title: str, target: Path) -> None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.support import browser
+from tools import browser
 
 from bench_harness import report
 from bench_harness.store import Store

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from rich.console import Console
-from tests.support import browser
+from tools import browser
 
 from bench_harness import experiments, report, runner, terminal
 from bench_harness.core import Figure, Table

@@ -1,4 +1,4 @@
-"""A headless Chromium, where one is installed: shows tests what a reader of a page sees."""
+"""A headless Chromium, where one is installed: shows what a reader of a page sees, prints PDFs."""
 
 from __future__ import annotations
 
