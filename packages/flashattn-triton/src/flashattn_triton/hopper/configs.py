@@ -66,8 +66,7 @@ _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
 # What shortens the softmax of a step; see LOG.md for where it does not.
 _SHORT = replace(_TWO, named_releases=True, partial_sums=True)
-_NARROW_VALUES = replace(_TWO, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
-_SHORT_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1)
+_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
 _WIDE = replace(_TWO, keys=64, q_slots=1)
 _SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
@@ -86,8 +85,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (96, False): ((math.inf, _TWO),),
     (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
     (128, False): ((math.inf, _SHORT),),
-    (192, True): ((math.inf, replace(_SHORT_NARROW_VALUES, rounds=4, spills=40)),),
-    (192, False): ((math.inf, _SHORT_NARROW_VALUES),),
+    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
+    (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),
     (256, False): ((math.inf, replace(_SHORT_WIDE, spills=48)),),
 }
@@ -107,7 +106,7 @@ BACKWARD = {
 FORWARD_WINDOW = {
     64: replace(_TWO, rounds=2, spills=40),
     128: replace(_TWO, rounds=2, spills=164),
-    192: replace(_NARROW_VALUES, rounds=2, spills=380),
+    192: replace(_NARROW_VALUES, rounds=2, spills=288),
     256: replace(_WIDE, rounds=2, spills=240),
 }
 BACKWARD_WINDOW = {

@@ -636,17 +636,20 @@ def hopper_forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty, v_empty = k_full, v_full
+    if not OPTIONS.named_releases:
+        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        if not OPTIONS.named_releases:
+            mbarrier.init(k_empty.index(i), count=CONSUMERS)
+            mbarrier.init(v_empty.index(i), count=CONSUMERS)
     descriptors = (q_desc, k_desc, v_desc, o_desc)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem, records)
