@@ -30,7 +30,7 @@ PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
 WARPS = gl.constexpr(4)  # of the backward kernels' producer, and of each consumer
-SEQUENCES = 128  # whose tiles one program of packed_tiles_kernel writes
+SEQUENCES = 64  # whose tiles one program of packed_tiles_kernel writes
 
 
 def most_tiles(tokens: int, sequences: int, rows: int) -> int:
