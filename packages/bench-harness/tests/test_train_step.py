@@ -307,21 +307,6 @@ def test_every_variant_is_proven_weighed_and_timed(case) -> None:
 
 
 @pytest.mark.processes
-def test_profiled_steps_say_who_arrived_last(case) -> None:
-    case, rows, _ = case
-    frame = frame_of(case, rows)
-    tables = {table.title: table.frame for table in experiments.get("train-step").tables(frame)}
-    lines = tables["Stragglers in one profiled step"]
-    for name, ranks in lines.groupby("variant"):
-        assert list(ranks["rank (number)"]) == [0, 1]
-        collectives = next(row for row in rows if row["variant"] == name).get("collectives")
-        if name in ("NaiveDDP", "FlatDDP", "OverlapDDP"):
-            assert ranks["arrived last (count)"].sum() == collectives
-    assert {"NaiveDDP", "FlatDDP", "OverlapDDP"} <= set(lines["variant"])
-    assert (tables["Collectives that waited longest"]["longest wait (ms)"] >= 0).all()
-
-
-@pytest.mark.processes
 def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     case, rows, _ = case
     frame = frame_of(case, rows)
