@@ -76,6 +76,8 @@ def computes_attention_itself(model: Any) -> bool:
         contents = vars(sys.modules.get(base.__module__, object))
         if not base.__module__.startswith("transformers.models."):
             continue
+        if any(name.endswith("ATTENTION_CLASSES") for name in contents):
+            return True  # by name, from a list of its own
         if _INTERFACE in contents:
             return False
         masks = any(name.startswith("create_") and name.endswith("_mask") for name in contents)

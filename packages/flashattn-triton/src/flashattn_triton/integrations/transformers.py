@@ -42,6 +42,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 UNSUPPORTED = {
     "cache": "a paged cache",
     "head_mask": "a head mask",
+    "sinks": "attention sinks of each token",
     "indices": "a selection of keys for each query (sparse attention)",
 }
 
