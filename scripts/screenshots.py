@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from PIL import Image
-from tests.support import browser
+from tools import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (

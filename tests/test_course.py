@@ -160,8 +160,18 @@ def test_predictions_of_2026() -> None:
     config = model_config("2026/xl", context_length=2048)
     page = text_of("2026/memory_profiling")
 
-    def peak(precision: str, attention: str = "naive", **which: bool) -> float:
-        found = peaks(config, 4, 2048, precision=precision, attention=attention, **which)
+    def peak(
+        precision: str, attention: str = "naive", *, training: bool, second_step: bool = False
+    ) -> float:
+        found = peaks(
+            config,
+            4,
+            2048,
+            precision=precision,
+            attention=attention,
+            training=training,
+            second_step=second_step,
+        )
         return max(found.values()) / GIB
 
     forward = peak("fp32", training=False)
