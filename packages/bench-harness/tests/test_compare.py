@@ -188,6 +188,13 @@ def test_few_samples_that_lie_far_apart_have_a_direction_that_is_not_sure() -> N
     assert found.slower_by(0.05)
 
 
+def test_no_outlier_hides_samples_that_are_twice_as_slow_in_every_case() -> None:
+    found = judge([0.05, 0.05, 0.06, 0.05, 2.0, 0.05], [100.0, 101.0, 100.0, 100.0, 150.0, 100.0])
+    assert found.direction == "slower"
+    assert not found.sure
+    assert found.slower_by(4.0)
+
+
 def test_a_small_steady_difference_is_a_verdict_that_the_gate_lets_pass() -> None:
     rng = np.random.default_rng(5)
     a, b = rng.normal(10.0, 0.05, 40).tolist(), rng.normal(10.2, 0.05, 40).tolist()

@@ -349,11 +349,14 @@ def test_a_model_that_no_cpu_memory_holds_is_skipped_before_it_is_built(monkeypa
 
 
 def test_profile_says_so_when_nsight_is_missing(monkeypatch, tmp_path):
+    (tmp_path / "case").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     experiment = experiments.get("profile")
     case = experiment.cases(nsight=True, device="cpu", sizes=("small",), sequences=(128,))[0]
+    monkeypatch.chdir(folder := tmp_path / "case")
     with pytest.raises(experiments.CaseSkipped, match="nsys must be on the PATH"):
         experiment.run(case, print)
+    assert not list(folder.iterdir())
 
 
 def test_fitted_constants_are_found_again():

@@ -3,7 +3,8 @@
 **Direction**: the 95 % interval of the ratio of medians lies on one side of 1, also after the drift
 and the steps of both samples are taken off, and Mann–Whitney's test on medians of at most
 :data:`BLOCKS` stretches of time tells the samples apart at 1 %. Samples whose ranges lie apart by
-more than :data:`APART`, and by more than both ranges together, have a direction however they drift.
+more than :data:`APART`, and by more than both ranges together or :data:`FAR`, have a direction
+however they drift.
 
 Neighbouring samples resemble each other, because clocks and temperatures wander. The interval is
 the bootstrap's, widened for the number of independent samples that n such samples are worth
@@ -43,6 +44,8 @@ BLOCKS = 10
 STEP_SAMPLES = 12
 #: Relative gap between the ranges of two samples that drift cannot explain.
 APART = 0.05
+#: Gap that no machine's wandering explains, whatever the ranges: one outlier makes a range large.
+FAR = 1.0
 #: More samples than this are not worth asking for: something else is wrong.
 MOST = 10_000
 
@@ -273,14 +276,14 @@ def _ranges_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether every sample of one run is larger than every one of the other by :data:`APART`.
 
     And by more than both ranges together, because few samples do not show how far a machine
-    wanders. All as ratios: a slower run also scatters by more.
+    wanders, or by :data:`FAR`. All as ratios: a slower run also scatters by more.
     """
     if min(len(a), len(b)) < FEWEST or min(*a, *b) <= 0:
         return False
     low, high = (a, b) if max(a) < min(b) else (b, a)
     gap = min(high) / max(low)
     ranges = max(low) / min(low) * max(high) / min(high)
-    return gap > 1 + APART and gap > ranges
+    return gap > 1 + APART and gap > min(ranges, 1 + FAR)
 
 
 def samples_needed(

@@ -65,7 +65,7 @@ class Accounting(Experiment):
     examples: ClassVar[tuple[str, ...]] = (
         "accounting",
         "accounting --sizes xl --world-size 8",
-        "accounting --mesh 'fsdp = 16, tensor = 4, tokens = 65536, matrices = 3'",
+        "accounting --mesh 'fsdp = 16, tensor = 4, tokens = 65536'",
     )
     Options: ClassVar[type[Any]] = Options
 

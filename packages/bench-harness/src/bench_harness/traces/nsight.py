@@ -145,11 +145,12 @@ def run_and_record(
     settings, finished = (report.with_name(name).absolute() for name in ("case.json", "done.json"))
     settings.write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", __name__, function, str(settings), str(finished)]
-    found = record(command, report.absolute(), finished=finished, timeout_s=timeout_s)
-    returned = json.loads(finished.read_text(encoding="utf-8"))
-    settings.unlink()
-    finished.unlink()
-    return found, returned
+    try:
+        found = record(command, report.absolute(), finished=finished, timeout_s=timeout_s)
+        return found, json.loads(finished.read_text(encoding="utf-8"))
+    finally:
+        settings.unlink()
+        finished.unlink(missing_ok=True)
 
 
 def export(report: Path, target: Path, *, timeout_s: float = 600.0) -> Path:
