@@ -34,6 +34,12 @@ def _registered():
     torch.compiler.reset()  # all models share the code objects whose compilations are counted
 
 
+class CausalLayer(torch.nn.Module):
+    """What an implementation asks a layer for."""
+
+    is_causal = True
+
+
 def causal_model(kind, implementation, **keywords):
     config = getattr(transformers, f"{kind}Config")(**(SIZES | keywords))
     model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
@@ -142,10 +148,10 @@ def test_packed_sequences_by_cumulative_lengths():
         torch.testing.assert_close(out, expected)
     tensors = torch.randn(3, 2, 1, 19, 8, device=DEVICE)
     with pytest.raises(ValueError, match="cu_seq_lens_k must be a tensor where the other one is"):
-        integration.attention_forward(torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts)
+        integration.attention_forward(CausalLayer(), *tensors, None, cu_seq_lens_q=starts)
     with pytest.raises(ValueError, match="one row of packed sequences, but got a batch of 2"):
         integration.attention_forward(
-            torch.nn.Module(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
+            CausalLayer(), *tensors, None, cu_seq_lens_q=starts, cu_seq_lens_k=starts
         )
 
 
@@ -396,7 +402,7 @@ def test_t5_generates_with_a_cache():
 
 
 def test_a_position_bias_of_packed_sequences_is_refused():
-    module, x = torch.nn.Module(), torch.randn(1, 2, 6, 8)
+    module, x = CausalLayer(), torch.randn(1, 2, 6, 8)
     numbers = torch.tensor([[1, 1, 1, 2, 2, 2]])
     with pytest.raises(ValueError, match="position_bias must be None for packed sequences"):
         integration.attention_forward(
@@ -431,6 +437,28 @@ def test_models_with_attention_of_their_own_are_refused_when_they_are_built(kind
     model = getattr(transformers, f"{kind}Model")
     with pytest.raises(ValueError, match=f"attn_implementation of {kind}Model must be 'eager'"):
         model._from_config(model.config_class(), attn_implementation=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("PegasusX", {}, "not causal"),
+        ("NllbMoe", {}, "not causal"),
+        ("Phimoe", {"sliding_window": 6}, "sliding window"),
+    ],
+)
+def test_models_whose_layers_contradict_their_masks_are_refused(kind, settings, why):
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    with torch.device("meta"), pytest.raises(ValueError, match=f"must be 'eager', because .*{why}"):
+        getattr(transformers, f"{kind}Model")._from_config(
+            config, attn_implementation=integration.NAME
+        )
+
+
+def test_layers_that_do_not_say_whether_they_are_causal_are_refused():
+    tensors = torch.randn(3, 1, 2, 5, 8)
+    with pytest.raises(ValueError, match="Identity must say by is_causal"):
+        integration.attention_forward(torch.nn.Identity(), *tensors, None)
 
 
 def test_the_alias_has_no_flash_in_it_and_computes_the_same():
@@ -480,7 +508,7 @@ def test_a_static_cache_is_refused():
 def test_attention_weights_are_refused():
     with pytest.raises(ValueError, match="output_attentions must be False"):
         integration.attention_forward(
-            torch.nn.Module(), *torch.randn(3, 1, 1, 4, 8), None, output_attentions=True
+            CausalLayer(), *torch.randn(3, 1, 1, 4, 8), None, output_attentions=True
         )
 
 
@@ -488,8 +516,8 @@ def test_attention_weights_are_refused():
 def test_features_of_other_implementations_are_refused(name):
     tensors = torch.randn(3, 1, 1, 4, 8)
     with pytest.raises(ValueError, match=f"{name} must be None, because .* does not support"):
-        integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: object()})
-    integration.attention_forward(torch.nn.Module(), *tensors, None, **{name: None})
+        integration.attention_forward(CausalLayer(), *tensors, None, **{name: object()})
+    integration.attention_forward(CausalLayer(), *tensors, None, **{name: None})
 
 
 def chunked(size):

@@ -191,7 +191,12 @@ def attention_forward(
         if cu_seq_lens_q is None:
             torch._assert_async(~attention_mask, PACKED_WHILE_TRACED)
         attention_mask = None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
+        raise ValueError(
+            f"{type(module).__name__} must say by is_causal whether it is causal for {NAME}, but "
+            "has no such attribute. Choose another attn_implementation."
+        )
     options: dict[str, Any] = {
         # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
         "causal": "bottom-right" if causal else False,
