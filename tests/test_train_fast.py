@@ -89,12 +89,12 @@ def test_two_ranks_continue_exactly_and_with_every_other_division(
     [
         (
             20.0,
-            "Use --recompute block-keep-attention, which needs 19.62 GiB; recomputation adds 23% "
+            "Use --recompute block-keep-attention, which needs 19.46 GiB; recomputation adds 23% "
             "to the operations of a step.",
         ),
         (
             18.0,
-            "Use --recompute block, which needs 17.51 GiB; recomputation adds 26% to the "
+            "Use --recompute block, which needs 17.36 GiB; recomputation adds 26% to the "
             "operations of a step.",
         ),
         (1.0, "Use a smaller model, a shorter --context or more ranks."),
