@@ -1,10 +1,9 @@
 """Activation checkpointing that keeps the outputs of attention.
 
 A checkpointed block keeps its input and runs its forward pass again during backward (Chen et al.,
-arXiv:1604.06174). On long sequences most of that second pass is attention, whose time grows with
-the square of the length while its output does not. Keeping the output of every block's attention
-beside the block's input therefore doubles what is kept and saves the second run of the attention
-kernel (selective recomputation, Korthikanti et al., arXiv:2205.05198, section 5).
+arXiv:1604.06174). On long sequences most of that is attention, whose time grows with the square of
+the length while its output does not. Keeping the output of every block's attention doubles what is
+kept and saves its second run (selective recomputation, Korthikanti et al., arXiv:2205.05198, §5).
 """
 
 from __future__ import annotations
