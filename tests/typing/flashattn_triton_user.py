@@ -15,7 +15,9 @@ from flashattn_triton import (
     cu_seqlens_of,
     explain,
     flash_attention,
+    flash_attention_backward,
     flash_attention_varlen,
+    largest_scores,
     merge,
 )
 from flashattn_triton.integrations import transformers
@@ -44,6 +46,13 @@ def parts(query: Tensor, sinks: Tensor) -> Tensor:
     )
     out, lse = merge([first[0], second[0]], [first[1], second[1]], layout="bhsd")
     return out + lse.unsqueeze(-1)
+
+
+def gradients_of_parts(query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor) -> Tensor:
+    out, lse = flash_attention(query, key, value, return_lse=True, out_dtype=torch.float32)
+    into = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
+    flash_attention_backward(query, key, value, out, lse, grad_out, into, causal=False)
+    return largest_scores(query, key, softcap=2.0) + into[0].sum()
 
 
 def documents(query: Tensor, ids: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from flashattn_triton.attention import (
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
-from flashattn_triton.largest_scores import largest_scores
 from flashattn_triton.logsumexp import merge
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import Problem
+from flashattn_triton.score_maximum import largest_scores
 from flashattn_triton.tiled import FlashAttention2PyTorch
 
 __version__ = "0.1.0"
