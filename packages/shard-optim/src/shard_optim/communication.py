@@ -116,7 +116,7 @@ class GroupCollectives:
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.group
-        self._communicator = ranks.communicator
+        self._ranks = ranks  # whose connections end with it, while a peer may still be making them
         # gloo has no coalesced reduce-scatter, and its coalesced gather is not safe: its worker
         # threads store the name of what they completed last in one string without a lock. Names of
         # up to 15 characters lie inside the string, but "ALLGATHER_COALESCED" is allocated, and two
@@ -130,7 +130,7 @@ class GroupCollectives:
         options = ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
         options.asyncOp = True
-        work: Waitable = self._communicator.reduce_scatter_tensor_coalesced(
+        work: Waitable = self._ranks.communicator.reduce_scatter_tensor_coalesced(
             list(outputs), list(inputs), options
         )
         return work
@@ -141,7 +141,7 @@ class GroupCollectives:
             return self._each(all_gather, wholes, parts)
         options = AllgatherOptions()
         options.asyncOp = True
-        work: Waitable = self._communicator.allgather_into_tensor_coalesced(
+        work: Waitable = self._ranks.communicator.allgather_into_tensor_coalesced(
             list(wholes), list(parts), options
         )
         return work
@@ -149,7 +149,8 @@ class GroupCollectives:
     def _each(
         self, start: Callable[..., dist.Work], targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Waitable:
-        works = [start(*pair, self._communicator) for pair in zip(targets, sources, strict=True)]
+        over, pairs = self._ranks.communicator, zip(targets, sources, strict=True)
+        works = [start(*pair, over) for pair in pairs]
         return works[0] if len(works) == 1 else Reduction(works, ())
 
 
