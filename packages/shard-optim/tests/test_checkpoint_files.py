@@ -1,6 +1,5 @@
 """Folders of strangers and of older versions: checked before they are believed, never unpickled."""
 
-import importlib.util
 import io
 import json
 import os
@@ -62,41 +61,28 @@ def assert_equal(found, expected):
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
 
 
-def converter():
-    path = Path(__file__).parents[1] / "tools/convert_folder.py"
-    spec = importlib.util.spec_from_file_location("convert_folder", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_old_folders(rank, world_size, folder):
-    """Folders that two ranks wrote before ``contents.json``, on any number of them."""
+def check_old_folders(rank, world_size):
+    """Folders that version 0.1 wrote on two ranks, on any number of them."""
     whole = torch.load(OLD / "torch_dcp_whole.pt", weights_only=True)
     model, optimizer = fully_sharded()
     model.module.table.zero_()
-    load(f"{folder}/torch_dcp_stage3", model, optimizer)
+    load(OLD / "torch_dcp_stage3", model, optimizer)
     found = full_state(model, optimizer)
     if rank == 0:
         assert_equal(found, whole)
-    for name in ("torch_dcp_stage1", "torch_dcp_stage3"):
+    for folder in ("torch_dcp_stage1", "torch_dcp_stage3"):
         model, optimizer = stage_1()
-        load(f"{folder}/{name}", optimizer=optimizer)
+        load(OLD / folder, optimizer=optimizer)
         found = full_state(optimizer=optimizer)
         if rank == 0:
             assert_equal({"model": {}} | found, {"model": {}, "optimizer": whole["optimizer"]})
     with pytest.raises(ValueError, match=r"holds an optimizer alone\. Load the optimizer"):
-        load(f"{folder}/torch_dcp_stage1", model, optimizer)
-    with pytest.raises(FileNotFoundError, match=r"Run packages/shard-optim/tools/convert_folder"):
         load(OLD / "torch_dcp_stage1", model, optimizer)
 
 
-def test_folders_without_contents_load_when_they_are_converted(tmp_path):
-    for name in ("torch_dcp_stage1", "torch_dcp_stage3"):
-        shutil.copytree(OLD / name, tmp_path / name)
-        converter().convert(tmp_path / name)
-    for world_size in (1, 3):
-        run_ranks(check_old_folders, world_size, str(tmp_path))
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_folders_of_version_0_1_load(world_size):
+    run_ranks(check_old_folders, world_size)
 
 
 def check_model_and_optimizer_of_stage_1(rank, world_size, folder):
@@ -175,13 +161,9 @@ def check_code(rank, world_size, folder):
         (old / ".metadata").write_bytes(data)
         shutil.copytree(OLD / "torch_dcp_stage3", values)
         replace_old_value(values, "header", data)
-        for read, each in (
-            (lambda folder: load(folder, model, optimizer), new),
-            (converter().convert, old),
-            (converter().convert, values),
-        ):
+        for each in (new, old, values):
             with pytest.raises(ValueError, match="must be as it was written"):
-                read(each)
+                load(each, model, optimizer)
             shutil.rmtree(each)
         assert not Path(target).exists()
         assert not hasattr(Path, "changed")

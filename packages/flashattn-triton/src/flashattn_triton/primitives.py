@@ -132,7 +132,7 @@ def packed_tile_of_program(
 
     Sequence s has the tiles from ``starts[s] // TILE + s`` on, which are at least as many as it
     needs: so a search in ``starts`` finds the sequence of a tile, and the grid is the same whatever
-    the lengths are (``launch.packed_programs``). The tokens that no sequence owns, from
+    the lengths are (``launch.tiles_of_head``). The tokens that no sequence owns, from
     ``starts[B]`` on, are one more sequence, which sees nothing.
 
     Returns:

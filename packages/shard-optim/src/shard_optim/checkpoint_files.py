@@ -7,7 +7,7 @@ A folder holds one file of tensors for each rank that wrote, ``__R_0.distcp``, a
   second line is the CRC-32 of its first.
 - ``.metadata``, a pickle for the tools of ``torch.distributed.checkpoint`` (DCP), which see each
   tensor as a vector. It is written last, so its presence means that the folder is complete. This
-  module never unpickles it.
+  module never unpickles it; ``dcp_folder.py`` reads folders that have no ``contents.json``.
 
 Reading builds plain data only. Before memory is taken for a tensor, the description has been
 checked: parts cover each tensor exactly once, files are regular files inside the folder, and a part
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ddp_lite.ranks import Ranks
 from shard_optim.communication import CollectiveError
+from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
 from shard_optim.stored_tensor import (
@@ -136,7 +137,7 @@ def write_folder(
         merged: dict[str, Any] = {}
         for _, encoded in prepared:
             merged = encoded | merged
-        write_descriptions(folder, tensors, merged)
+        _write_descriptions(folder, tensors, merged)
 
     all_ranks(lambda: finish() if rank == 0 else None)
 
@@ -209,10 +210,9 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     return places
 
 
-def write_descriptions(
+def _write_descriptions(
     folder: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
 ) -> None:
-    """Writes both descriptions; the folder is a checkpoint then. Values have been encoded."""
     metadata = _torch_metadata(tensors)
     content = {
         "format": 1,
@@ -308,17 +308,16 @@ def _read_description(folder: Path) -> Contents:
             "earlier one"
         )
     if not os.path.lexists(folder / CONTENTS):
-        raise FileNotFoundError(
-            f"a checkpoint must have a {CONTENTS}, but {folder} was written before there was one. "
-            "Run packages/shard-optim/tools/convert_folder.py of the repository on it once"
-        )
-    data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
-    try:
-        contents, crc32 = _parsed(data)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(folder / CONTENTS, error) from error
-    if crc32 != zlib.crc32(metadata):
-        raise damaged(folder / METADATA, "its checksum differs")
+        tensors, values, identity = read_dcp_description(folder)
+        contents = Contents(tensors=tensors, values=values, identity=identity)
+    else:
+        data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
+        try:
+            contents, crc32 = _parsed(data)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise damaged(folder / CONTENTS, error) from error
+        if crc32 != zlib.crc32(metadata):
+            raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
 

@@ -1,19 +1,16 @@
-"""Adds ``contents.json`` to a folder that shard-optim wrote before it had one.
+"""Folders that shard-optim wrote before ``contents.json``: read without building any object.
 
-python packages/shard-optim/tools/convert_folder.py FOLDER
-
-No object is built from the folder, whoever wrote it, and its tensors stay where they are. Its
-descriptions and small values are pickles. ``read_pickle`` looks no name up: where a pickle would
-make an object, it makes a ``Made``, which only says what would have been called with which
+Their descriptions and small values are pickles. ``read_pickle`` looks no name up: where a pickle
+would make an object, it makes a ``Made``, which only says what would have been called with which
 arguments. So a stranger's file reaches no class and no function.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
-import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -22,12 +19,9 @@ from typing import Any
 
 import torch
 
-from shard_optim.checkpoint_files import write_descriptions
-from shard_optim.json_messages import encode
 from shard_optim.stored_tensor import (
     Part,
     StoredTensor,
-    check_tensors,
     damaged,
     dtype_named,
     open_regular,
@@ -107,20 +101,10 @@ def _sizes(made: Made) -> tuple[int, ...]:
     return tuple(made.args[0])
 
 
-def convert(folder: str | Path) -> None:
-    """Writes the descriptions of a folder anew, after checking what the old ones state.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged.
-    """
-    tensors, values = read_description(Path(folder))
-    check_tensors(Path(folder), tensors)
-    write_descriptions(Path(folder), tensors, {key: encode(v) for key, v in values.items()})
-
-
-def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Tensors and small values by key.
+def read_dcp_description(
+    folder: Path,
+) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
+    """Tensors and small values by key, and the identity of such a folder.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -153,7 +137,7 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
             values[key] = _saved_value(saved)
         except Exception as error:
             raise damaged(path, f"{key}: {error}") from error
-    return tensors, values
+    return tensors, values, hashlib.sha256(data + lines).hexdigest()
 
 
 def _described(
@@ -241,8 +225,3 @@ def _dtype_of_storage(name: str) -> torch.dtype:
     words = {"Byte": "uint8", "Char": "int8", "Short": "int16", "Long": "int64"}
     kind = name.removeprefix("torch.").removesuffix("Storage")
     return dtype_named(words.get(kind, kind.lower()))
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        convert(name)
