@@ -120,18 +120,41 @@ def test_bad_tensors(change: dict[str, Any], message: str) -> None:
         ((1, 2, 9, 16), torch.float64, r"float64\. Convert it, or use implementation='tiled'"),
     ],
 )
-def test_what_no_kernel_computes_is_computed_in_tiles(
+def test_what_no_kernel_computes_is_refused(
     shape: tuple[int, ...], dtype: torch.dtype, message: str
 ) -> None:
-    leaves = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+    tensors = torch.randn(3, *shape, dtype=dtype, device=DEVICE)
     with pytest.raises(ValueError, match=message):
-        flash_attention(*leaves, implementation="triton")
+        flash_attention(*tensors, implementation="triton")
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_wide_heads_are_computed_without_kernels(
+    implementation: Any, dense_case: Any, make_inputs: Any, assert_close_to_oracle: Any
+) -> None:
+    case = dense_case(1, 2, 9, 9, 257, "fp32", causal="top-left")
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_attention(
+            query, key, value, causal=True, return_lse=True, implementation=implementation
+        )
+
+    assert_close_to_oracle(attend, make_inputs(case, DEVICE))
+
+
+def test_float64_in_tiles() -> None:
+    leaves = [
+        torch.randn(1, 2, 9, 16, dtype=torch.float64, device=DEVICE, requires_grad=True)
+        for _ in range(3)
+    ]
     results = []
     for implementation in ("tiled", "reference"):
         out, lse = flash_attention(
             *leaves, causal=True, return_lse=True, implementation=implementation
         )
-        assert out.dtype == lse.dtype == dtype
+        assert out.dtype == lse.dtype == torch.float64
         results.append((out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), leaves)))
     torch.testing.assert_close(*results)
 
