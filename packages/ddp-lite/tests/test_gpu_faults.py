@@ -96,6 +96,9 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
         torch.cuda.synchronize()
         backward(lost=rank == 1)
         time.sleep(COPY_TIMEOUT + 4)  # the watch's time, and the peer probe
+        torch.cuda.synchronize()  # nothing waits any more, and the GPU can still be used
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert any(bool(gradient.isnan().any()) for gradient in gradients)
         backward(lost=False)
     except PeerFailureError as error:
         return str(error)

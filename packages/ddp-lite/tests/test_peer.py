@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ddp_lite import BucketedDDP, PeerFailureError, hooks
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from ddp_lite.peer import schedule as peer_schedule
-from ddp_lite.peer.memory import Watch
+from ddp_lite.peer.watch import Watch
 from ddp_lite.ranks import Ranks
 from process_memory import ProcessMemory
 from ranks import run_ranks
@@ -302,29 +302,45 @@ class Event:
 
 
 def lost(rank: int, world_size: int) -> str:
-    watch = Watch(
-        Ranks(dist.group.WORLD, torch.device("cpu"), "PeerMemory"), 0.2, torch.device("cpu")
-    )
+    late, queued_later = Event(come=False), Event(come=False)
+
+    def release() -> None:
+        """Each exchange ends after some calls."""
+        calls.append(rank)
+        (queued_later if late.come else late).come = len(calls) in (3, 5)
+
+    calls: list[int] = []
+    cpu = torch.device("cpu")
+    watch = Watch(Ranks(dist.group.WORLD, cpu, "PeerMemory"), 0.2, cpu, release)
     if rank == 1:
         dist.barrier()
         return ""
     watch.add(Event(come=True))
     dist.barrier()
-    watch.add(Event(come=False))
+    watch.add(late)
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.05)
         try:
-            watch.add(Event(come=True))
+            watch.check()
         except PeerFailureError as error:
-            return str(error)
-    return "nothing was raised"
+            message = str(error)
+            break
+    else:
+        return "nothing was raised"
+    with pytest.raises(PeerFailureError):
+        watch.add(queued_later)  # refused, but it waits for the lost rank too
+    while not queued_later.come and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert late.come
+    assert queued_later.come
+    return message
 
 
 def test_a_dropped_watch_ends_its_thread() -> None:
     """Although it waits for an event that does not come, and for whatever else is queued."""
     before = set(threading.enumerate())
-    watch = Watch(cast("Ranks", None), 600.0, torch.device("cpu"))
+    watch = Watch(cast("Ranks", None), 600.0, torch.device("cpu"), lambda: None)
     started = set(threading.enumerate()) - before
     (thread,) = (each for each in started if each.name == "ddp_lite watch over copies")
     for _ in range(3):
@@ -337,9 +353,9 @@ def test_a_dropped_watch_ends_its_thread() -> None:
 
 ENDS_AT_ONCE = """
 import torch
-from ddp_lite.peer.memory import Watch
+from ddp_lite.peer.watch import Watch
 
-watch = Watch(None, 600.0, torch.device("cuda", 0))
+watch = Watch(None, 600.0, torch.device("cuda", 0), lambda: None)
 torch.cuda._sleep(2_000_000_000)  # about a second
 for _ in range(100):
     watch.add(torch.cuda.current_stream().record_event())

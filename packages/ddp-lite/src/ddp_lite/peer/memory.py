@@ -3,19 +3,13 @@
 The memory is torch's symmetric memory. Signals are kernels of one small thread block, which wait
 for a bounded time. NVLink multicast is not used.
 
-A kernel whose time is over ends the CUDA context with an error that names nothing. So a thread of
-the host watches every exchange, and finds out first which ranks are lost. Of exchanges in a CUDA
-graph it watches the replays.
+A thread of the host watches every exchange (``watch.py``): it lets the kernels end that wait for a
+lost rank, and finds out which one that is. Of exchanges in a CUDA graph it watches the replays.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import socket
-import threading
-import time
-import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +19,7 @@ from torch import Tensor
 
 from ddp_lite.bucket_sizes import bytes_from_mb
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
+from ddp_lite.peer.watch import Release, Watch
 from ddp_lite.ranks import MEBIBYTE, Ranks, all_gather_json, backend_for
 
 LARGEST_GROUP = 8
@@ -33,12 +28,10 @@ NEEDS = (
 )
 _BUFFER_MB = 512.0
 _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
-# The host's watch must come to its result before the kernels end the CUDA context.
+_CHANNELS = 2
+# A kernel whose time is over ends the CUDA context with an error that names nothing, which is left
+# for the case that the thread which watches does not come to run.
 _SECONDS_FOR_THE_WATCH = 10.0
-_POLL_SECONDS = 0.05
-_SECONDS_TO_END = 5.0  # longer than peers are asked for
-
-_log = logging.getLogger("ddp_lite")
 
 
 class SharedMemory(Protocol):
@@ -72,6 +65,9 @@ class SharedMemory(Protocol):
         """On CUDA, an exchange begins: ``stream``, the current one here, waits for ``start``.
 
         It waits for all ranks too, where the exchange may use a slot that peers still read.
+
+        Raises:
+            PeerFailureError: an earlier exchange did not finish in time.
         """
 
     def queued(self, event: torch.cuda.Event | None) -> None:
@@ -95,8 +91,8 @@ class PeerMemory:
         buffer_mb: MB (1024² bytes) of memory on each GPU. Longer messages travel in parts.
             ``torch.cuda.memory_allocated`` does not count this memory.
         timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
-            names the lost ones is logged, and raised by the next exchange. 10 s later the GPU
-            gives up too, with an error of CUDA. None: the group's own timeout.
+            names the lost ones is logged, and raised by the next exchange. The GPU then goes on
+            without them, with NaN for what it would have received. None: the group's own timeout.
 
     Attributes:
         group, device, stream, row_bytes: see ``SharedMemory``.
@@ -151,7 +147,8 @@ class PeerMemory:
         seconds = timeout.total_seconds()
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._handle, self._peers = self._allocate()
-        self._watch = Watch(Ranks(group, self.device, "PeerMemory"), seconds, self.device)
+        release = Release(self._handle, self._peers[self._rank], channels=_CHANNELS)
+        self._watch = Watch(Ranks(group, self.device, "PeerMemory"), seconds, self.device, release)
 
     def _allocate(self) -> tuple[Any, list[Tensor]]:
         """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""
@@ -212,8 +209,13 @@ class PeerMemory:
         self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
 
     def follow(self, start: torch.cuda.Event) -> None:
-        """``stream``, the current one here, waits for ``start``, and for all ranks if it must."""
+        """``stream``, the current one here, waits for ``start``, and for all ranks if it must.
+
+        Raises:
+            PeerFailureError: an earlier exchange did not finish in time.
+        """
         assert self.stream is not None
+        self._watch.check()
         # A stream that joins a recording by waiting belongs to it until the recording ends.
         joined = torch.cuda.is_current_stream_capturing()
         self.stream.wait_event(start)
@@ -237,81 +239,6 @@ class PeerMemory:
             PeerFailureError: an earlier exchange or replay did not finish in time.
         """
         self._watch.add(torch.cuda.current_stream(self.device).record_event())
-
-
-class Watch:
-    """A thread that names lost ranks when an event does not come in time.
-
-    The error is logged at once, because the host may be waiting inside CUDA, and raised where the
-    next exchange is started.
-
-    Args:
-        ranks: find out who is lost.
-        seconds: how long to wait for an event after the one before it has come.
-        device: of the events.
-    """
-
-    def __init__(self, ranks: Ranks, seconds: float, device: torch.device) -> None:
-        self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
-        self._errors: list[Exception] = []
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_watch,
-            args=(self._events, self._errors, stop, ranks, seconds, device),
-            daemon=True,
-            name="ddp_lite watch over copies",
-        )
-        thread.start()
-        # Also before the interpreter finalises, which aborts if a thread is inside torch by then.
-        weakref.finalize(self, _end, thread, self._events, stop)
-
-    def add(self, event: torch.cuda.Event) -> None:
-        """Waits for ``event`` too.
-
-        Raises:
-            PeerFailureError: an earlier one did not come in time.
-        """
-        if self._errors:
-            raise self._errors[0]
-        self._events.put(event)
-
-
-def _end(
-    thread: threading.Thread,
-    events: queue.SimpleQueue[torch.cuda.Event | None],
-    stop: threading.Event,
-) -> None:
-    stop.set()
-    events.put(None)
-    thread.join(_SECONDS_TO_END)
-
-
-def _watch(
-    events: queue.SimpleQueue[torch.cuda.Event | None],
-    errors: list[Exception],
-    stop: threading.Event,
-    ranks: Ranks,
-    seconds: float,
-    device: torch.device,
-) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first GPU, another rank's
-    number = 0
-    while (event := events.get()) is not None:
-        number += 1
-        begin = time.monotonic()
-        try:
-            while not event.query():
-                if time.monotonic() - begin > seconds:
-                    raise RuntimeError(f"not finished after {seconds:.0f} s")
-                if stop.wait(_POLL_SECONDS):
-                    return
-        except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
-            waited = time.monotonic() - begin
-            error = ranks.failure("an exchange between GPUs", number, waited, cause)
-            errors.append(error)
-            _log.error("%s", error)
-            return
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> str | None:
