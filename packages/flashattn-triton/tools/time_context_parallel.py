@@ -178,7 +178,9 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
             except torch.OutOfMemoryError as error:
                 rows.write(kind="attention", way=way, tokens=tokens, **shape, error=str(error))
                 continue
-            floors = [f * flops(tokens, *known) / size / r for f, r in zip((1, 3.5), rates)]
+            floors = [
+                f * flops(tokens, *known) / size / r for f, r in zip((1, 3.5), rates, strict=True)
+            ]
             rows.write(
                 kind="attention", way=way, tokens=tokens, **shape, forward_ms=times[0] * 1e3,
                 both_ms=times[1] * 1e3, forward_over_rate=floors[0] / times[0],
