@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from flashattn_triton.context_parallel import (
     unshard_tokens,
 )
 from flashattn_triton.context_parallel.zigzag import Zigzag
-from ranks import run_case
+from ranks import run_case, run_ranks, set_collective_timeout
 
 WAYS = {"ring": ring_attention, "all-gather": all_gather_attention}
 BANDS = [(None, None), (None, 0), (5, 0), (0, 0), (3, 9), (None, 4)]
@@ -195,6 +196,75 @@ def square(x: Tensor, exact: Tensor) -> Tensor:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_compute_what_one_process_does(world_size: int, way: str, name: str) -> None:
     run_case(compare, world_size, EQUALITIES, way, name)
+
+
+# -- ranks that differ -----------------------------------------------------------------------------
+
+DIFFERENCES = {
+    "masks": r"visible positions before and after: \(-1, 0\) on rank 0; \(-1, -1\) on rank 1",
+    "windows": r"before and after: \(9, 0\) on rank 0; \(8, 0\) on rank 1",
+    "lengths": r"tokens of a rank: 2 x 12 on rank 0; 2 x 10 on rank 1",
+    "packed lengths": r"tokens of a rank: as cu_seqlens says on rank 0; 8 instead of 10 on rank 1",
+    "cu_seqlens": "cu_seqlens: other values on rank 1 than on rank 0",
+    "heads": r"query: torch.float32 \(4, 16\) on rank 0; torch.float32 \(2, 16\) on rank 1",
+    "ways": "pass: forward, ring on rank 0; forward, all-gather on rank 1",
+    "a mask that was equal before": r"before and after: \(-1, 0\) on rank 0; \(-1, -1\) on rank 1",
+}
+
+
+def differ(rank: int, world_size: int, name: str) -> str:
+    x, packed = torch.randn(2, 4, 12, 16), torch.randn(10, 2, 16)
+    differs = rank == 1
+    attend: Any = ring_attention
+    options: dict[str, Any] = {"causal": True}
+    if name == "masks":
+        options["causal"] = not differs
+    elif name == "a mask that was equal before":
+        for causal in (True, False):
+            ring_attention(x, x, x, causal=causal)
+        options["causal"] = not differs
+    elif name == "windows":
+        options["window"] = (9 - rank, None)
+    elif name == "lengths" and differs:
+        x = x[:, :, :10]
+    elif name == "packed lengths":
+        x, options["cu_seqlens"] = packed[: 8 if differs else 10], (0, 12, 20)
+    elif name == "cu_seqlens":
+        x, options["cu_seqlens"] = packed, (0, 12 + 4 * rank, 20)
+    elif name == "heads" and differs:
+        x = x[:, :2]
+    elif name == "ways" and differs:
+        attend = all_gather_attention
+    with pytest.raises(ValueError, match="every rank must attend with the same") as raised:
+        attend(x, x, x, **options)
+    y = torch.randn(2, 4, 12, 16)
+    assert ring_attention(y, y, y).isfinite().all()  # the group goes on
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_a_difference_is_named_on_every_rank(name: str) -> None:
+    for message in run_case(differ, 2, list(DIFFERENCES), name):
+        assert re.search(DIFFERENCES[name], message), message
+
+
+def lose(rank: int, world_size: int, way: str) -> str:
+    x = torch.randn(1, 2, 4, 8, requires_grad=True)
+    out = WAYS[way](x, x, x, causal=True)
+    set_collective_timeout(2)
+    if rank == 1:
+        return ""
+    with pytest.raises(RuntimeError, match="every rank must take part in") as raised:
+        out.sum().backward()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_rank_is_an_error_of_the_others(way: str) -> None:
+    outcomes = run_ranks(lose, 3, way)
+    for outcome in outcomes[::2]:
+        assert f"failed on rank {outcome.rank} of 3" in outcome.value
+        assert "A rank is lost or makes other calls" in outcome.value
 
 
 @pytest.mark.multi_gpu

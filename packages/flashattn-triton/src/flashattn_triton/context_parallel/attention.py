@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel import schedules
+from flashattn_triton.context_parallel.agreement import agree
 from flashattn_triton.context_parallel.schedules import Results, Setting
 from flashattn_triton.context_parallel.tokens import Group, order_of, ranks_of, starts_of, zigzag
 from flashattn_triton.inputs import check_dense
@@ -229,7 +230,7 @@ def context_forward(
     ``cu_seqlens`` is on the CPU, or None for as many sequences of one length as there are ``rows``.
     ``left`` and ``right`` are -1, and ``softcap`` is 0, for none.
     """
-    way, setting = _setting(query, sinks, *rest)
+    way, setting = _setting("forward", query, key, value, sinks, *rest)
     out, lse = _WAYS[way][0](setting, query, key, value)
     return out, lse
 
@@ -247,7 +248,7 @@ def context_backward(
     grad_lse: Tensor | None, sinks: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the inputs of ``context_forward``; that of sinks is empty if there are none."""
-    way, setting = _setting(query, sinks, *rest)
+    way, setting = _setting("backward", query, key, value, sinks, *rest)
     results = Results(out, lse, grad_out, grad_lse)
     gradients = _WAYS[way][1](setting, query, key, value, results)
     dq, dk, dv = (x.to(query.dtype) for x in gradients)
@@ -259,16 +260,44 @@ def context_backward(
 
 
 def _setting(
-    query: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None, rows: int, way: str, group: Any,
-    left: int, right: int, scale: float, softcap: float, deterministic: bool, implementation: Any,
+    direction: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+    cu_seqlens: Tensor | None, rows: int, way: str, group: Any, left: int, right: int, scale: float,
+    softcap: float, deterministic: bool, implementation: Any,
 ) -> tuple[str, Setting]:  # fmt: skip
+    """The way and what it needs, once all ranks have agreed on it. Collective.
+
+    Raises:
+        ValueError: the ranks differ, or a rank does not have the tokens that are its own.
+        RuntimeError: a rank is lost.
+    """
     ranks = _resolve_process_group(group)
-    if cu_seqlens is None:
-        length = len(query) // rows * ranks.size()
+    starts, n = None if cu_seqlens is None else starts_of(cu_seqlens), len(query)
+    if starts is None:
+        tokens = f"{rows} x {n // rows}"
+    else:
+        order = zigzag(ranks.size(), starts)
+        expected = order.length(ranks.rank())
+        tokens = "as cu_seqlens says" if n == expected else f"{n} instead of {expected}"
+    facts = (
+        ("pass", f"{direction}, {way}"),
+        ("tokens of a rank", tokens),
+        ("query", f"{query.dtype} {tuple(query.shape[1:])}"),
+        ("key", str(tuple(key.shape[1:]))),
+        ("value", str(tuple(value.shape[1:]))),
+        ("visible positions before and after", f"({left}, {right})"),
+        ("scale and softcap", f"({scale}, {softcap})"),
+        ("sinks", str(sinks is not None)),
+    )
+    agree(ranks, facts, starts, query.device)
+    if starts is None:
+        length = n // rows * ranks.size()
         order_of(ranks, length, None)
         order = zigzag(ranks.size(), tuple(range(0, rows * length + 1, length)))
-    else:
-        order = zigzag(ranks.size(), starts_of(cu_seqlens))
+    elif n != expected:
+        raise ValueError(
+            f"query must have the {expected} tokens of rank {ranks.rank()}, but got {n}. Pass what "
+            f"shard_tokens returns with the same cu_seqlens."
+        )
     return way, Setting(
         group=ranks,
         order=order,

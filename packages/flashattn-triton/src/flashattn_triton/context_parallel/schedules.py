@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
-from flashattn_triton.context_parallel.tokens import gathered_rows, padded, scattered_rows
+from flashattn_triton.context_parallel.communication import UnderWay, exchange, gather, sum_of_own
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords
@@ -99,7 +99,7 @@ def ring_backward(
     rank, size = setting.rank, setting.group.size()
     dq = _zeros(query)
     dk, dv = own = _zeros(key), _zeros(value)
-    returning: list[_Transfer] = []  # of the step before
+    returning: list[UnderWay[Sequence[Tensor]]] = []  # of the step before
     for step, calls, (k, v) in _parts(setting, key, value):
         sums = own if step == 0 else (_zeros(k), _zeros(v))
         for call in calls:
@@ -110,7 +110,7 @@ def ring_backward(
         reader = (rank + step) % size
         received = [torch.empty_like(x) for x in own] if setting.calls(rank, reader) else []
         sent = (sums, (rank - step) % size)
-        returning.append(_Transfer.start(setting.group, sent, (received, reader)))
+        returning.append(exchange(setting.group, sent, (received, reader)))
     _add_arrived(own, returning)
     return dq, dk, dv
 
@@ -125,7 +125,7 @@ def _parts(
     rank, size = setting.rank, setting.group.size()
     own = [key.contiguous(), value.contiguous()]
     part: Sequence[Tensor] = own
-    coming: _Transfer | None = None
+    coming: UnderWay[Sequence[Tensor]] | None = None
     for step in range(size):
         if coming is not None:
             part = coming.wait()
@@ -135,7 +135,7 @@ def _parts(
             n = setting.order.length(source) if setting.calls(source) else 0
             received = [x.new_empty(n, *x.shape[1:]) for x in own]
             sent = own if setting.calls(rank, reader) else []
-            coming = _Transfer.start(setting.group, (sent, reader), (received, source))
+            coming = exchange(setting.group, (sent, reader), (received, source))
         yield step, setting.calls((rank - step) % size), part
 
 
@@ -151,39 +151,11 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _add_arrived(sums: Sequence[Tensor], transfers: list[_Transfer]) -> None:
+def _add_arrived(sums: Sequence[Tensor], transfers: list[UnderWay[Sequence[Tensor]]]) -> None:
     for transfer in transfers:
         for total, part in zip(sums, transfer.wait(), strict=False):
             total += part
     transfers.clear()
-
-
-class _Transfer:
-    """Tensors on their way to one rank, and from another; empty ones are not sent."""
-
-    def __init__(self, works: Sequence[Any], sent: Any, received: Sequence[Tensor]) -> None:
-        self._works, self._sent, self._received = works, sent, received
-
-    @classmethod
-    def start(
-        cls,
-        group: dist.ProcessGroup,
-        sent: tuple[Sequence[Tensor], int],
-        received: tuple[Sequence[Tensor], int],
-    ) -> _Transfer:
-        """Sends tensors to a rank of the group, and receives others from one."""
-        operations = []
-        for operation, (tensors, rank) in ((dist.isend, sent), (dist.irecv, received)):
-            peer = dist.get_global_rank(group, rank)
-            operations += [dist.P2POp(operation, x, peer, group) for x in tensors if x.numel()]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return cls(works, sent, received[0])
-
-    def wait(self) -> Sequence[Tensor]:
-        """What has been received, once it is there."""
-        for work in self._works:
-            work.wait()
-        return self._received
 
 
 # -- all-gather ------------------------------------------------------------------------------------
@@ -217,7 +189,7 @@ def all_gather_backward(
         of_heads = results.of(slice(None), heads)
         for call in setting.calls(None):
             _differentiate(setting, call, (query[:, heads], k, v), of_heads, into)
-        pieces.append([_Reduction.start(setting, x) for x in into[1:]])
+        pieces.append([sum_of_own(setting.group, setting.order, x) for x in into[1:]])
     dk, dv = (torch.cat([x.wait() for x in of], dim=1) for of in zip(*pieces, strict=True))
     return dq, dk, dv
 
@@ -231,56 +203,14 @@ def _gathered(
     """
     groups, ratio = key.shape[1], query.shape[1] // key.shape[1]
     size = -(-groups // min(groups, PIECES))
-    coming: list[_Gathering] = []
+    coming: list[UnderWay[Tensor]] = []
     for start in range(0, groups + size, size):
         arrived = [x.wait() for x in coming]
         heads = slice(start, min(start + size, groups))
         if start < groups:
-            coming = [_Gathering.start(setting, x[:, heads]) for x in (key, value)]
+            coming = [gather(setting.group, setting.order, x[:, heads]) for x in (key, value)]
         if arrived:
             yield slice((start - size) * ratio, min(start, groups) * ratio), arrived
-
-
-class _Gathering:
-    """Rows of all ranks on their way to this one."""
-
-    def __init__(self, work: Any, sent: Tensor, received: Tensor, index: Tensor) -> None:
-        self._work, self._sent, self._received, self._index = work, sent, received, index
-
-    @classmethod
-    def start(cls, setting: Setting, x: Tensor) -> _Gathering:
-        """Gathers the (n, ...) tensors of all ranks."""
-        order, group = setting.order, setting.group
-        sent = padded(x, order.longest)
-        received = x.new_empty(group.size() * order.longest, *x.shape[1:])
-        work = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
-        return cls(work, sent, received, gathered_rows(order, x.device))
-
-    def wait(self) -> Tensor:
-        """(tokens, ...), in the order of the packed sequences."""
-        self._work.wait()
-        return self._received.index_select(0, self._index)
-
-
-class _Reduction:
-    """Sums over the ranks on their way to the rank that has their tokens."""
-
-    def __init__(self, work: Any, sent: Tensor, received: Tensor) -> None:
-        self._work, self._sent, self._received = work, sent, received
-
-    @classmethod
-    def start(cls, setting: Setting, x: Tensor) -> _Reduction:
-        """Sums (tokens, ...) tensors of all ranks."""
-        order, group = setting.order, setting.group
-        sent = x.index_select(0, scattered_rows(order, x.device))
-        received = x.new_empty(order.longest, *x.shape[1:])
-        work = dist.reduce_scatter_tensor(received, sent, group=group, async_op=True)
-        return cls(work, sent, received[: order.length(setting.rank)])
-
-    def wait(self) -> Tensor:
-        """(n, ...), the sums of this rank's tokens."""
-        self._work.wait()
-        return self._received
 
 
 # -- calls -----------------------------------------------------------------------------------------

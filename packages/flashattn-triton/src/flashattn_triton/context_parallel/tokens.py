@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
+from flashattn_triton.context_parallel.communication import gather, own_rows
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from flashattn_triton.mistakes import check_tensors
 
@@ -202,45 +202,4 @@ def unshard_tokens(
             f"x must have the {order.length(ranks.rank())} tokens of rank {ranks.rank()}, but got "
             f"{x.shape[dim]}. Pass what shard_tokens returned, or its like."
         )
-    own = padded(x.movedim(dim, 0), order.longest)
-    gathered = own.new_empty(ranks.size() * order.longest, *own.shape[1:])
-    dist.all_gather_into_tensor(gathered, own, group=ranks)
-    return gathered.index_select(0, gathered_rows(order, x.device)).movedim(0, dim)
-
-
-def padded(x: Tensor, rows: int) -> Tensor:
-    """A contiguous tensor with at least some rows, zeros behind those of ``x``."""
-    missing = rows - len(x)
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x.contiguous()
-
-
-@functools.lru_cache(maxsize=16)
-def own_rows(order: Zigzag, rank: int, device: torch.device) -> Tensor:
-    """For each token of a rank, its row in the packed sequences."""
-    return _rows(order, rank).to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def gathered_rows(order: Zigzag, device: torch.device) -> Tensor:
-    """For each token of the packed sequences, its row among those gathered from all ranks."""
-    found = torch.empty(order.starts[-1], dtype=torch.int64)
-    for rank in range(order.world_size):
-        first = rank * order.longest
-        found[_rows(order, rank)] = torch.arange(first, first + order.length(rank))
-    return found.to(device)
-
-
-@functools.lru_cache(maxsize=16)
-def scattered_rows(order: Zigzag, device: torch.device) -> Tensor:
-    """For each row that is scattered to the ranks, its row in the packed sequences.
-
-    Every rank has as many rows as the one with most tokens; the first row stands for those missing.
-    """
-    found = torch.zeros(order.world_size, order.longest, dtype=torch.int64)
-    for rank in range(order.world_size):
-        found[rank, : order.length(rank)] = _rows(order, rank)
-    return found.flatten().to(device)
-
-
-def _rows(order: Zigzag, rank: int) -> Tensor:
-    return torch.cat([torch.arange(start, end) for start, end in order.spans(rank)])
+    return gather(ranks, order, x.movedim(dim, 0)).wait().movedim(0, dim)
