@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel import (
     all_gather_attention,
+    context_parallel_attention,
+    explain,
     ring_attention,
     shard_tokens,
     token_positions,
     unshard_tokens,
 )
+from flashattn_triton.context_parallel.choice import choose
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from ranks import run_case, run_ranks, set_collective_timeout
 
@@ -196,6 +208,135 @@ def square(x: Tensor, exact: Tensor) -> Tensor:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_compute_what_one_process_does(world_size: int, way: str, name: str) -> None:
     run_case(compare, world_size, EQUALITIES, way, name)
+
+
+# -- compilers, checkpoints, modes -----------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Counts the passes over ranks that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def use(rank: int, world_size: int, what: str) -> None:
+    x, weight = torch.randn(2, 1, 2, 8, 16).unbind()
+    x.requires_grad_()
+
+    def attend(x: Tensor) -> Tensor:
+        y: Tensor = context_parallel_attention(x * 2, x, x, causal=True, window=(9, None))
+        return y * weight
+
+    (expected,) = torch.autograd.grad(attend(x).sum(), x)
+    if what == "a compiler":
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
+        torch.testing.assert_close(compiled(x), attend(x))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], expected)
+    elif what == "a compiler, packed":
+        starts, p = torch.tensor([0, 3, 8 * world_size]), x.detach()[0].transpose(0, 1)
+        packed = torch.compile(
+            lambda x, starts: all_gather_attention(x, x, x, cu_seqlens=starts, causal=True),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        torch.testing.assert_close(
+            packed(p, starts), ring_attention(p, p, p, cu_seqlens=starts, causal=True)
+        )
+    elif what == "a checkpoint":
+        keep = [torch.ops.flashattn_triton.context_forward.default]
+        contexts = functools.partial(create_selective_checkpoint_contexts, keep)
+        for context_fn, times in ((noop_context_fn, 1), (contexts, 0)):
+            out = checkpoint(attend, x, use_reentrant=False, context_fn=context_fn)
+            with Operators() as backward:
+                (gradient,) = torch.autograd.grad(out.sum(), x)
+            assert torch.equal(gradient, expected)
+            assert backward.counts["context_forward"] == times
+            assert backward.counts["context_backward"] == 1
+    elif what == "no gradients":
+        with torch.no_grad():
+            assert torch.equal(attend(x), attend(x.detach()))
+        with torch.inference_mode():
+            assert not attend(x).requires_grad
+    elif what == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert context_parallel_attention(x, x, x).dtype == torch.bfloat16
+    elif what == "second derivatives":
+        with pytest.raises(RuntimeError, match="context_backward"):
+            torch.autograd.grad(attend(x).sum(), x, create_graph=True)[0].sum().backward()
+    elif what == "groups":
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shard", "context"))
+        by_mesh = context_parallel_attention(x, x, x, mesh["context"], causal=True)
+        assert torch.equal(by_mesh, context_parallel_attention(x, x, x, causal=True))
+        alone = context_parallel_attention(x, x, x, mesh["shard"], causal=True)
+        assert torch.equal(alone, flash_attention(x, x, x, causal=True))
+        with pytest.raises(ValueError, match="a mesh of one dimension"):
+            context_parallel_attention(x, x, x, mesh)
+        words = explain(x, x, x, causal=True)
+        assert words.startswith("all-gather: one call for all keys of a query: 0.00 GiB of keys")
+        assert words.endswith("; 4 calls forward, and as many backward")
+        assert explain(x, x, x, mesh["shard"]).startswith("no other rank")
+
+
+USES = [
+    "a compiler",
+    "a compiler, packed",
+    "a checkpoint",
+    "no gradients",
+    "autocast",
+    "second derivatives",
+    "groups",
+]
+
+
+@pytest.mark.parametrize("what", USES)
+def test_use_with(what: str) -> None:
+    run_case(use, 2, USES, what)
+
+
+def test_the_choice() -> None:
+    long = Zigzag(4, (0, 2**18))
+    causal, window = (None, 0), (4096, 0)
+    assert choose(long, causal, 8, 256, 2).way == "all-gather"
+    assert choose(long, window, 8, 256, 2) == (
+        "ring", "the mask shows a rank the tokens of at most 2 of 3 others",
+    )  # fmt: skip
+    many = Zigzag(64, (0, 2**22))  # ranks, which share one head
+    assert choose(many, causal, 1, 256, 2).way == "ring"
+    assert choose(many, causal, 1, 256, 2).reason.startswith("less memory: 12.00 GiB of keys")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(1, 2, 6, 16)}, "key must have query's 6 tokens, but got 8"),
+        ({"query": torch.zeros(1, 2, 8, 16).double()}, "query must be float16, bfloat16 or"),
+        ({"query": torch.zeros(2, 8, 16)}, "query must be .* with 4 dimensions"),
+        ({"cu_seqlens": (0, 8), "layout": "bhsd"}, "layout must be None with cu_seqlens"),
+        ({"sinks": torch.zeros(3)}, r"sinks must be a floating tensor of shape \(2,\)"),
+        ({"return_lse": 1}, "return_lse must be True or False"),
+        ({"window": 3}, "window must be None or a pair"),
+    ],
+)
+def test_mistakes(change: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 2, 8, 16)
+    given = {"query": x, "key": x, "value": x, **change}
+    with pytest.raises(ValueError, match=message):
+        ring_attention(**given)
+
+
+def test_mistakes_with_tokens() -> None:
+    with pytest.raises(TypeError, match="group must be a process group, a mesh of one dimension"):
+        shard_tokens(torch.zeros(1, 8), "context")
+    with pytest.raises(ValueError, match="length or cu_seqlens must be given, and not both"):
+        token_positions()
+    with pytest.raises(ValueError, match=r"cu_seqlens must be at least two integers that rise"):
+        token_positions(cu_seqlens=(0, 4, 3))
 
 
 # -- ranks that differ -----------------------------------------------------------------------------

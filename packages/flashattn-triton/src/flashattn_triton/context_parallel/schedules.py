@@ -25,14 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton.context_parallel.choice import heads_of_piece
 from flashattn_triton.context_parallel.communication import UnderWay, exchange, gather, sum_of_own
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords
-
-#: Pieces into which ``all_gather`` divides the heads, where their number allows it: one piece is on
-#: its way while another one computes, and the first piece's way is not hidden.
-PIECES = 8
 
 
 @dataclass(frozen=True)
@@ -202,7 +199,7 @@ def _gathered(
     While the caller uses a piece, the next one is on its way.
     """
     groups, ratio = key.shape[1], query.shape[1] // key.shape[1]
-    size = -(-groups // min(groups, PIECES))
+    size = heads_of_piece(groups)
     coming: list[UnderWay[Tensor]] = []
     for start in range(0, groups + size, size):
         arrived = [x.wait() for x in coming]
