@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashattn_triton import triton_versions
+from flashattn_triton import flash_attention, flash_attention_varlen, merge, triton_versions
 from flashattn_triton.problem import new_problem
 
 pytestmark = pytest.mark.gpu
@@ -167,3 +167,46 @@ def test_rows_past_two_billion_elements(hopper_forward: Any) -> None:
     options = new_problem(head_dim=64, causal=True)
     actual, expected = (hopper_forward(x, x, x, options) for x in (far, near))
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dims", [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128)])
+def test_an_output_in_fp32_rounds_to_the_other(
+    head_dims: tuple[int, int], packed: bool, hopper_forward: Any
+) -> None:
+    widths = (head_dims[0], head_dims[0], head_dims[1])
+    q, k, v = (torch.randn(700, 4, d, device="cuda").bfloat16() for d in widths)
+    options: dict[str, Any] = {"causal": True, "implementation": "hopper", "return_lse": True}
+    if packed:
+        starts = torch.tensor([0, 0, 130, 131, 640], dtype=torch.int32, device="cuda")
+
+        def attend(dtype: Any) -> Any:
+            return flash_attention_varlen(q, k, v, starts, starts, out_dtype=dtype, **options)
+    else:
+        batch = [x.unsqueeze(0) for x in (q, k, v)]
+
+        def attend(dtype: Any) -> Any:
+            return flash_attention(*batch, layout="bshd", out_dtype=dtype, **options)
+
+    (out, lse), (rounded, same) = attend(torch.float32), attend(None)
+    assert out.dtype == torch.float32
+    assert torch.equal(out.bfloat16(), rounded)
+    assert not torch.equal(out, rounded.float())
+    assert torch.equal(lse, same)
+
+
+def test_one_tile_a_program(hopper_forward: Any) -> None:
+    """From 65,536 keys on; a few tiles of queries suffice."""
+    q, k, v = (
+        torch.randn(1, 2, n, 64, device="cuda").bfloat16() for n in (1000, 2**16 + 8, 2**16 + 8)
+    )
+    long = new_problem(head_dim=64, causal="bottom-right")
+    out, lse = hopper_forward(q, k, v, long)
+    parts = [slice(0, 2**15), slice(2**15, None)]
+    options = (new_problem(head_dim=64), long)
+    results = [
+        hopper_forward(q, k[:, :, x], v[:, :, x], y) for x, y in zip(parts, options, strict=True)
+    ]
+    merged, merged_lse = merge(*zip(*results, strict=True))
+    torch.testing.assert_close(out, merged, rtol=2**-7, atol=2**-9)
+    torch.testing.assert_close(lse, merged_lse)
