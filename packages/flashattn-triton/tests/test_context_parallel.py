@@ -236,19 +236,24 @@ def use(rank: int, world_size: int, what: str) -> None:
 
     (expected,) = torch.autograd.grad(attend(x).sum(), x)
     if what == "a compiler":
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=False)
-        torch.testing.assert_close(compiled(x), attend(x))
-        torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], expected)
-    elif what == "a compiler, packed":
         starts, p = torch.tensor([0, 3, 8 * world_size]), x.detach()[0].transpose(0, 1)
-        packed = torch.compile(
-            lambda x, starts: all_gather_attention(x, x, x, cu_seqlens=starts, causal=True),
-            fullgraph=True,
-            backend="aot_eager",
-        )
-        torch.testing.assert_close(
-            packed(p, starts), ring_attention(p, p, p, cu_seqlens=starts, causal=True)
-        )
+
+        def packed(p: Tensor, starts: Tensor) -> Tensor:
+            y: Tensor = all_gather_attention(p * 2, p, p, cu_seqlens=starts, causal=True)
+            return y.sin()
+
+        p.requires_grad_()
+        compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
+        found = []
+        for attend_packed in (packed, compiled):
+            out = attend_packed(p, starts)
+            found.append([out.detach(), *torch.autograd.grad(out.sum(), p)])
+        for result, y in zip(*found, strict=True):
+            torch.testing.assert_close(result, y)
+    elif what == "deterministic gradients":
+        for _ in range(2):
+            again = torch.autograd.grad(attend(x).sum(), x)[0]
+            assert torch.equal(again, expected)
     elif what == "a checkpoint":
         keep = [torch.ops.flashattn_triton.context_forward.default]
         contexts = functools.partial(create_selective_checkpoint_contexts, keep)
@@ -286,7 +291,7 @@ def use(rank: int, world_size: int, what: str) -> None:
 
 USES = [
     "a compiler",
-    "a compiler, packed",
+    "deterministic gradients",
     "a checkpoint",
     "no gradients",
     "autocast",
@@ -357,6 +362,8 @@ def test_the_choice() -> None:
     assert choose(long, window, 8, 256, 2) == (
         "ring", "the mask shows a rank the tokens of at most 2 of 3 others",
     )  # fmt: skip
+    packed = Zigzag(4, (0, 2**17, 2**18 - 5))
+    assert choose(packed, window, 8, 256, 2).way == "all-gather"
     many = Zigzag(64, (0, 2**22))  # ranks, which share one head
     assert choose(many, causal, 1, 256, 2).way == "ring"
     assert choose(many, causal, 1, 256, 2).reason.startswith("less memory: 12.00 GiB of keys")
@@ -457,6 +464,37 @@ def test_a_lost_rank_is_an_error_of_the_others(way: str) -> None:
     for outcome in outcomes[::2]:
         assert f"failed on rank {outcome.rank} of 3" in outcome.value
         assert "A rank is lost or makes other calls" in outcome.value
+
+
+def replay(rank: int, world_size: int, way: str) -> None:
+    """A CUDA graph of both passes, on other numbers than those that were recorded."""
+    x = torch.randn(1, 4, 512, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad_out = torch.randn_like(x)
+
+    def both() -> tuple[Tensor, ...]:
+        out = WAYS[way](x, x, x, causal=True)
+        return out, *torch.autograd.grad(out, x, grad_out)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            both()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = both()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for found, expected in zip(recorded, both(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cuda_graph(way: str) -> None:
+    run_ranks(replay, 2, way, backend="nccl")
 
 
 @pytest.mark.multi_gpu

@@ -55,6 +55,14 @@ MORE_SPILLS = {
     ("3.9", "backward", 64, "causal, packed, added"): (112, 0),
     ("3.9", "backward", 128, "causal, added"): (212, 4),
     ("3.9", "backward", 128, "causal, packed, added"): (188, 4),
+    # Outputs in fp32.
+    ("3.6", "forward", 64, "causal, fp32"): (168, 0),
+    ("3.6", "forward", 64, "causal, packed, fp32"): (168, 0),
+    ("3.7", "forward", 64, "causal, fp32"): (168, 0),
+    ("3.7", "forward", 64, "causal, packed, fp32"): (168, 0),
+    ("3.8", "forward", 64, "causal, fp32"): (120, 0),
+    ("3.8", "forward", 64, "causal, packed, fp32"): (24, 0),
+    ("3.9", "forward", 64, "causal, fp32"): (240, 0),
     # Additions in order.
     ("3.6", "backward", 64, "causal, ordered"): (184, 0),
     ("3.6", "backward", 128, "causal, ordered"): (188, 0),

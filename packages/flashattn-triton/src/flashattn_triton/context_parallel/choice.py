@@ -1,13 +1,15 @@
 """The choice between a ring and gathering heads, with its reason.
 
-Gathering computes faster: a query has all of its keys in one call, whose output is final, and there
-are more calls to hide the communication under. A ring sends only parts that the mask shows, and
-needs less memory where many ranks share few heads.
+Gathering computes faster: a query has all of its keys in one call, whose output is final, and
+there are more calls to hide the communication under. A ring sends only parts that the mask shows,
+and needs less memory where many ranks share few heads. With a window, sequences of different
+lengths have different masks between parts, and a call for each.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Literal, NamedTuple
 
 from flashattn_triton.context_parallel.zigzag import Band, Zigzag
@@ -44,14 +46,12 @@ def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) 
         width: D + E, of key and value together.
         itemsize: bytes of a number.
     """
-    size = order.world_size
-    most = max(
-        sum(bool(order.calls(rank, source, band)) for source in range(size) if source != rank)
-        for rank in range(size)
-    )
-    if 3 * most <= 2 * (size - 1):  # of the bytes, all of which are gathered
-        reason = f"the mask shows a rank the tokens of at most {most} of {size - 1} others"
-        return Choice("ring", reason)
+    size, lengths = order.world_size, {b - a for a, b in itertools.pairwise(order.starts)}
+    if band != (None, 0) and len(lengths) == 1:
+        most = _most_sources(Zigzag(size, (0, *lengths)), band)
+        if 3 * most <= 2 * (size - 1):  # of the bytes, all of which would be gathered
+            reason = f"the mask shows a rank the tokens of at most {most} of {size - 1} others"
+            return Choice("ring", reason)
     # A part in use, one on its way, and fp32 gradients of two parts, and of those that come back.
     ring = order.longest * kv_heads * width * (2 * itemsize + 4 * 4)
     gathered = order.starts[-1] * heads_of_piece(kv_heads) * width * (2 * itemsize + 2 * 4)
@@ -59,3 +59,12 @@ def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) 
     if gathered > max(_LITTLE, 2 * ring):
         return Choice("ring", f"less memory: {memory}")
     return Choice("all-gather", f"one call for all keys of a query: {memory}")
+
+
+def _most_sources(order: Zigzag, band: Band) -> int:
+    """The number of other ranks whose keys the band shows to the rank that sees most."""
+    ranks = range(order.world_size)
+    return max(
+        sum(bool(order.calls(rank, source, band)) for source in ranks if source != rank)
+        for rank in ranks
+    )

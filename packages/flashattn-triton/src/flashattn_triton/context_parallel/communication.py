@@ -140,4 +140,8 @@ def scattered_rows(order: Zigzag, device: torch.device) -> Tensor:
 
 
 def _rows(order: Zigzag, rank: int) -> Tensor:
-    return torch.cat([torch.arange(start, end) for start, end in order.spans(rank)])
+    spans = torch.tensor(order.spans(rank))
+    lengths = spans[:, 1] - spans[:, 0]
+    ends = lengths.cumsum(0)
+    shifts = torch.repeat_interleave(spans[:, 0] - ends + lengths, lengths)
+    return torch.arange(int(ends[-1])) + shifts
