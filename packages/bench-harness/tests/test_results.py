@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from bench_harness.training.moments import MOMENTS
 
 ROOT = Path(__file__).parents[3]
 RESULTS, ASSIGNMENT = ROOT / "docs" / "results", ROOT / "docs" / "assignment"
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/docs/*.md")
-    for page in ROOT.glob(pattern)
-    if "\n<!-- /bench-harness -->" in page.read_text(encoding="utf-8")
-)
+
+
+def tracked(name: str) -> list[Path]:
+    """Files of this name in the places that hold pages."""
+    places = ("", "docs/**/", "packages/*/", "packages/*/docs/")
+    return sorted(file for place in places for file in ROOT.glob(place + name))
+
+
+PAGES = [page for page in tracked("*.md") if "\n<!-- /bench-harness -->" in page.read_text("utf-8")]
 PROBLEMS = (
     "benchmarking_script",
     "nsys_profile",
@@ -69,6 +73,24 @@ def test_pages_show_what_the_rows_say(page: Path) -> None:
     assert made.text == page.read_text(encoding="utf-8"), f"fill {relative}"
     for picture in made.pictures:
         assert picture.is_file(), f"fill {relative}"
+
+
+def test_every_recipe_is_shown_on_a_page() -> None:
+    """And every source by one of the recipes of its file."""
+    marked: dict[Path, set[str]] = {}
+    for page in PAGES:
+        for file, block in re.findall(r"<!-- bench-harness: (\S+)#(\S+) -->", page.read_text()):
+            marked.setdefault((page.parent / file).resolve(), set()).add(block)
+    assert set(marked) == {file.resolve() for file in tracked("*.tables.toml")}
+    for file, blocks in marked.items():
+        recipes = tomllib.loads(file.read_text(encoding="utf-8"))
+        assert set(recipes["block"]) == blocks, file
+        shown: set[str] = set()
+        for block in recipes["block"].values():
+            shown.update(block.get("measured", []))
+            shown.update(value[0] for value in block.get("value", {}).values())
+            shown.update(block[way]["source"] for way in ("show", "figure") if way in block)
+        assert set(recipes.get("source", {})) == shown, file
 
 
 def test_every_problem_has_its_page() -> None:
