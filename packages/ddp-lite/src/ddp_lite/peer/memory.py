@@ -29,9 +29,11 @@ NEEDS = (
 _BUFFER_MB = 512.0
 _BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
 _CHANNELS = 2
-# A kernel whose time is over ends the CUDA context with an error that names nothing, which is left
-# for the case that the thread which watches does not come to run.
-_SECONDS_FOR_THE_WATCH = 10.0
+# NCCL's abort waits in the driver for kernels that wait, so the watch comes before it.
+_SECONDS_BEFORE_NCCL = 0.5
+# A kernel whose time is over ends the CUDA context with an error that names nothing. That is left
+# for a host inside a call that keeps the driver from the watch: a copy to memory that is not pinned.
+_SECONDS_FOR_THE_WATCH = 3.0
 
 
 class SharedMemory(Protocol):
@@ -91,8 +93,10 @@ class PeerMemory:
         buffer_mb: MB (1024² bytes) of memory on each GPU. Longer messages travel in parts.
             ``torch.cuda.memory_allocated`` does not count this memory.
         timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
-            names the lost ones is logged, and raised by the next exchange. The GPU then goes on
-            without them, with NaN for what it would have received. None: the group's own timeout.
+            names the lost ones is logged, and raised by the next exchange. The GPU goes on without
+            them, with NaN for what it would have received; it gives up with an error of CUDA, 3 s
+            later, if the host is then inside a copy to memory that is not pinned. None, and at
+            most: the group's own timeout, less half a second.
 
     Attributes:
         group, device, stream, row_bytes: see ``SharedMemory``.
@@ -142,9 +146,10 @@ class PeerMemory:
         self._windows = 0
         self._recordings = Recordings()
         self._rank, self._world_size = group.rank(), group.size()
-        if timeout is None:
-            timeout = group._get_backend(self.device).options._timeout
-        seconds = timeout.total_seconds()
+        of_group = group._get_backend(self.device).options._timeout.total_seconds()
+        seconds = of_group - min(_SECONDS_BEFORE_NCCL, of_group / 10)
+        if timeout is not None:
+            seconds = min(seconds, timeout.total_seconds())
         self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
         self._handle, self._peers = self._allocate()
         release = Release(self._handle, self._peers[self._rank], channels=_CHANNELS)
