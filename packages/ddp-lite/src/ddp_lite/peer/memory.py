@@ -32,7 +32,7 @@ _CHANNELS = 2
 # NCCL's abort waits in the driver for kernels that wait, so the watch comes before it.
 _SECONDS_BEFORE_NCCL = 0.5
 # A kernel whose time is over ends the CUDA context with an error that names nothing. That is left
-# for a host inside a call that keeps the driver from the watch: a copy to memory that is not pinned.
+# for a host inside a call that keeps the driver from the watch: a copy to unpinned memory.
 _SECONDS_FOR_THE_WATCH = 3.0
 
 
@@ -95,7 +95,7 @@ class PeerMemory:
         timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
             names the lost ones is logged, and raised by the next exchange. The GPU goes on without
             them, with NaN for what it would have received; it gives up with an error of CUDA, 3 s
-            later, if the host is then inside a copy to memory that is not pinned. None, and at
+            later, if the host is then inside a copy to unpinned memory. None, and at
             most: the group's own timeout, less half a second.
 
     Attributes:
