@@ -47,7 +47,7 @@ class Signals:
         self._memory = memory.view(torch.int32)
         self._rank, self._world_size = handle.rank, handle.world_size
         self._pads = tuple(handle.signal_pad_ptrs)
-        shared = torch.zeros(2, dtype=torch.int64).pin_memory()
+        shared = torch.zeros(2, dtype=torch.int64, device="cpu").pin_memory()
         _shared_words.append(shared)
         self._shared_at = shared.data_ptr()
         self._shared = (ctypes.c_int64 * 2).from_address(self._shared_at)
