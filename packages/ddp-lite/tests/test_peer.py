@@ -299,7 +299,9 @@ class Waits:
 
 def lost(rank: int, world_size: int) -> str:
     waits = Waits()
-    watch = Watch(waits, Ranks(dist.group.WORLD, torch.device("cpu"), "PeerMemory"), 0.4)
+    watch = Watch(
+        cast("Any", waits), Ranks(dist.group.WORLD, torch.device("cpu"), "PeerMemory"), 0.4
+    )
     if rank == 1:
         dist.barrier()
         return ""
@@ -321,7 +323,7 @@ def lost(rank: int, world_size: int) -> str:
 def test_a_dropped_watch_ends_its_thread() -> None:
     """Although a kernel waits that will never be done."""
     before, waits = set(threading.enumerate()), Waits()
-    watch = Watch(waits, cast("Ranks", None), 600.0)
+    watch = Watch(cast("Any", waits), cast("Ranks", None), 600.0)
     (thread,) = set(threading.enumerate()) - before
     waits.waiting = 1
     time.sleep(0.1)

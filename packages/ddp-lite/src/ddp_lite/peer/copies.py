@@ -149,14 +149,6 @@ class PeerCopies:
 
         return self._start(run, [*wholes, *parts])
 
-    def operations(self, program: Program) -> list[Operation]:
-        """What this rank does in one window. A subclass that leaves operations out measures them.
-
-        Args:
-            program: ``average``, ``reduce_scatter`` or ``all_gather`` of ``schedule``.
-        """
-        return program(self._rank, self._world_size)
-
     # -- one message -------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
@@ -191,7 +183,7 @@ class PeerCopies:
         result = schedule.result_row(world_size)
         own_sent = sent[rank if len(sent) > 1 else 0]
         own_received = received[rank if len(received) > 1 else 0]
-        for operation in self.operations(program):
+        for operation in program(rank, world_size):
             peer = operation.peer
             match operation.kind:
                 case Kind.BARRIER:
@@ -332,15 +324,12 @@ class PeerCopies:
                 f"{len(wholes)} wholes. Pass lists of the same length"
             )
         self._checked([*wholes, *parts])
-        shapes = [
-            (tuple(part.shape), tuple(whole.shape))
-            for part, whole in zip(parts, wholes, strict=True)
-        ]
-        for part, whole in shapes:
-            if len(part) != 1 or whole != (part[0] * self._world_size,):
+        for part, whole in zip(parts, wholes, strict=True):
+            if part.dim() != 1 or whole.shape != (part.numel() * self._world_size,):
                 raise ValueError(
                     "a whole must have one dimension and world_size times the elements of its "
-                    f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
+                    f"part, but got {tuple(whole.shape)} and {tuple(part.shape)} for "
+                    f"{self._world_size} ranks. Pad both"
                 )
 
 

@@ -135,14 +135,14 @@ class PeerMemory:
         seconds = of_group - min(_SECONDS_BEFORE_NCCL, of_group / 10)
         if timeout is not None:
             seconds = min(seconds, timeout.total_seconds())
-        self._handle, self._peers = self._allocate()
-        from ddp_lite.peer.signals import (
-            Signals,
-        )  # needs Triton, without which there is an obstacle
+        from ddp_lite.peer.signals import Signals  # needs Triton: ``obstacle`` has asked for it
 
-        with torch.cuda.stream(self.stream):
-            self._signals = Signals(self._handle, self._peers[self._rank])
+        handle, self._peers = self._allocate()
+        self._signals = Signals(handle, self._peers[self._rank])
         self._watch = Watch(self._signals, Ranks(group, self.device, "PeerMemory"), seconds)
+        with torch.cuda.stream(self.stream):  # loads the kernels, which a recording cannot do
+            self.barrier()
+            self.stagger()
 
     def _allocate(self) -> tuple[Any, list[Tensor]]:
         """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""

@@ -34,9 +34,6 @@ _shared_words: list[Tensor] = []
 class Signals:
     """Signals of one rank to the others, queued on the current stream.
 
-    Collective to build: the stream waits for all ranks. Kernels are loaded thereby, which a
-    recording of a graph cannot do.
-
     Args:
         handle: torch's, of the symmetric memory, which has the pads.
         memory: this rank's, whose values become NaN when waits are released.
@@ -51,8 +48,6 @@ class Signals:
         _shared_words.append(shared)
         self._shared_at = shared.data_ptr()
         self._shared = (ctypes.c_int64 * 2).from_address(self._shared_at)
-        self.barrier()
-        self.stagger()
 
     @property
     def waiting(self) -> int:

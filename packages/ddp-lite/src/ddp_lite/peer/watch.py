@@ -6,9 +6,13 @@ import logging
 import threading
 import time
 import weakref
-from typing import Protocol
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 from ddp_lite.ranks import Ranks
+
+if TYPE_CHECKING:
+    from ddp_lite.peer.signals import Signals
 
 _POLL_SECONDS = 0.05
 _SECONDS_TO_END = 5.0  # longer than peers are asked for
@@ -16,35 +20,24 @@ _SECONDS_TO_END = 5.0  # longer than peers are asked for
 _log = logging.getLogger("ddp_lite")
 
 
-class Waits(Protocol):
-    """The waits of kernels for other ranks; see ``Signals``."""
-
-    @property
-    def waiting(self) -> int:
-        """The number of the wait that is under way, the same on all ranks; 0 if there is none."""
-
-    def release(self) -> None:
-        """Ends this wait and all later ones."""
-
-
 class Watch:
-    """Watches the waits of one rank, those in replays of CUDA graphs too.
+    """Watches the waits of this rank's kernels, those in replays of CUDA graphs too.
 
     The error is logged at once, because the host may be waiting inside CUDA, and raised by
     ``check``.
 
     Args:
-        waits: of this rank's kernels.
+        signals: whose waits are watched, without a call of CUDA.
         ranks: find out who is lost.
         seconds: how long one wait may last.
     """
 
-    def __init__(self, waits: Waits, ranks: Ranks, seconds: float) -> None:
-        self._outcome = _Outcome()
+    def __init__(self, signals: Signals, ranks: Ranks, seconds: float) -> None:
+        self._error: Future[Exception] = Future()
         stop = threading.Event()
         thread = threading.Thread(
             target=_watch,
-            args=(waits, ranks, seconds, self._outcome, stop),
+            args=(signals, ranks, seconds, self._error, stop),
             daemon=True,
             name="ddp_lite watch over copies",
         )
@@ -58,18 +51,8 @@ class Watch:
         Raises:
             PeerFailureError: a wait was too long.
         """
-        if self._outcome.failed.is_set():
-            self._outcome.named.wait()
-            assert self._outcome.error is not None
-            raise self._outcome.error
-
-
-class _Outcome:
-    """What the thread tells the ``Watch``, which it does not hold: it ends with it."""
-
-    def __init__(self) -> None:
-        self.failed, self.named = threading.Event(), threading.Event()
-        self.error: Exception | None = None
+        if self._error.running() or self._error.done():
+            raise self._error.result()
 
 
 def _end(thread: threading.Thread, stop: threading.Event) -> None:
@@ -78,20 +61,23 @@ def _end(thread: threading.Thread, stop: threading.Event) -> None:
 
 
 def _watch(
-    waits: Waits, ranks: Ranks, seconds: float, outcome: _Outcome, stop: threading.Event
+    signals: Signals, ranks: Ranks, seconds: float, error: Future[Exception], stop: threading.Event
 ) -> None:
     number, begin = 0, 0.0
     while not stop.wait(_POLL_SECONDS):
-        before, number = number, waits.waiting
+        before, number = number, signals.waiting
         if number != before:
             begin = time.monotonic()
         waited = time.monotonic() - begin
         if number == 0 or waited <= seconds:
             continue
-        outcome.failed.set()
-        waits.release()
+        error.set_running_or_notify_cancel()
+        signals.release()
         cause = TimeoutError(f"not finished after {waited:.0f} s")
-        outcome.error = ranks.failure("an exchange between GPUs", number, waited, cause)
-        outcome.named.set()
-        _log.error("%s", outcome.error)
+        try:
+            error.set_result(ranks.failure("an exchange between GPUs", number, waited, cause))
+        except Exception as other:  # noqa: BLE001 - raised by ``check``, which waits for it
+            error.set_exception(other)
+        else:
+            _log.error("%s", error.result())
         return
