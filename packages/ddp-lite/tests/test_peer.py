@@ -166,7 +166,7 @@ def test_recordings_begin_with_a_barrier() -> None:
     """Two recordings in a row are told apart."""
     memory = PeerMemory.__new__(PeerMemory)
     streams, signals = Streams(), Mock()
-    memory.stream, memory._signals, memory._watch = cast("Any", streams), signals, Mock()
+    memory.stream, memory.barrier, memory._watch = cast("Any", streams), signals.barrier, Mock()
     memory._recordings = peer_schedule.Recordings()
 
     def exchange() -> int:

@@ -84,7 +84,7 @@ class PeerMemory:
             timeout, less half a second.
 
     Attributes:
-        group, device, stream, row_bytes: see ``SharedMemory``.
+        group, device, stream, row_bytes, barrier, stagger: see ``SharedMemory``.
         nbytes: symmetric memory on this GPU, in bytes.
 
     Raises:
@@ -138,8 +138,9 @@ class PeerMemory:
         from ddp_lite.peer.signals import Signals  # needs Triton: ``obstacle`` has asked for it
 
         handle, self._peers = self._allocate()
-        self._signals = Signals(handle, self._peers[self._rank])
-        self._watch = Watch(self._signals, Ranks(group, self.device, "PeerMemory"), seconds)
+        signals = Signals(handle, self._peers[self._rank])
+        self._watch = Watch(signals, Ranks(group, self.device, "PeerMemory"), seconds)
+        self.barrier, self.stagger = signals.barrier, signals.stagger
         with torch.cuda.stream(self.stream):  # loads the kernels, which a recording cannot do
             self.barrier()
             self.stagger()
@@ -157,7 +158,8 @@ class PeerMemory:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
             memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
         except RuntimeError as error:
-            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({_first_line(error)})"
+            first_line = str(error).partition("\n")[0]  # CUDA's errors may go on with a trace
+            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({first_line})"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or memory is None:
             raise torch.OutOfMemoryError(
@@ -172,7 +174,8 @@ class PeerMemory:
                 for rank in range(self._world_size)
             ]
         except RuntimeError as error:  # a container may forbid what processes share memory by
-            problem = f"rank {self._rank} could not: {_first_line(error)}"
+            first_line = str(error).partition("\n")[0]
+            problem = f"rank {self._rank} could not: {first_line}"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or handle is None:
             raise RuntimeError(
@@ -182,30 +185,18 @@ class PeerMemory:
         return handle, mapped
 
     def next_slot(self) -> int:
-        """The number of the slot that the next window uses."""
+        """See ``SharedMemory``."""
         self._windows += 1
         return self._windows % SLOTS
 
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-        """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
+        """See ``SharedMemory``."""
         rows = rows_in_slot(self._world_size)
         slots = self._peers[rank].view(dtype).view(SLOTS, rows, self.row_bytes // dtype.itemsize)
         return slots[number]
 
-    def barrier(self) -> None:
-        """The current stream waits for all ranks."""
-        self._signals.barrier()
-
-    def stagger(self) -> None:
-        """The current stream signals rank - 1 and waits for the signal of rank + 1."""
-        self._signals.stagger()
-
     def follow(self, start: torch.cuda.Event) -> None:
-        """``stream``, the current one here, waits for ``start``, and for all ranks if it must.
-
-        Raises:
-            PeerFailureError: an earlier exchange did not finish in time.
-        """
+        """See ``SharedMemory``."""
         assert self.stream is not None
         self._watch.check()
         # A stream that joins a recording by waiting belongs to it until the recording ends.
@@ -286,8 +277,3 @@ def _gpus(device: torch.device | None) -> tuple[str, str, list[str]]:
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _first_line(error: Exception) -> str:
-    """CUDA's errors may go on with a trace of its own."""
-    return str(error).partition("\n")[0]
