@@ -17,7 +17,7 @@ from typing import Any
 
 from bench_harness.core import Case, Row, plural
 from bench_harness.environment import throttled
-from bench_harness.store import PARTIAL, RESERVED, Store
+from bench_harness.store import RESERVED, Store
 from bench_harness.verdict import TOLERANCE, Verdict, judge
 
 #: Relative difference of clocks, and of controls, from which a row is not sure.
@@ -162,12 +162,10 @@ def compare(
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
         damaged = sum(len(each.damaged) for each in loaded)
-        partial = sum(row["status"] == PARTIAL for each in loaded for row in each.rows)
         raise ComparisonError(
             f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
-            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}"
-            f"{f' ({partial} rows of stopped cases were left out)' * (partial > 0)}. Run both with "
-            "the same options."
+            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
+            "same options."
         )
     pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
     known = {**run_a.environments(), **run_b.environments()}

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 #: Shows one line of text while a call runs.
 Progress: TypeAlias = Callable[[str], None]
 
-#: How a call ends; "partial" is what the runner makes of one that was stopped between rounds.
-Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped", "partial"]
+#: How a call ends.
+Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped"]
 
 #: Imported by the server, also by that of ranks. Nothing here may touch a device.
 PRELOAD = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +38,10 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     line(console, f"{text}, into {folder}")
 
 
-def interrupted(
-    planned: Sequence[Planned], partial: Iterable[str], folder: Path, console: Console
-) -> None:
-    """How to go on after Ctrl-C.
-
-    Args:
-        partial: why each case was stopped of which only finished rounds are kept.
-    """
+def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
+    """How to go on after Ctrl-C."""
     done = sum(item.finished for item in planned)
     line(console, f"Stopped: {done} of {plural(len(planned), 'case')} kept in {folder}.")
-    for text in partial:
-        line(console, f"Partial rows of {text}; bench-harness report {folder} shows them.")
     line(console, "The same command goes on with the rest.")
 
 
@@ -86,7 +78,7 @@ def _by(planned: Sequence[Planned]) -> str:
 
 def summary(report: Report, page: Path, console: Console) -> None:
     """One line per experiment, what failed, where the page is; last, what matters most."""
-    names = ("ok", "oom", "skipped", "partial", "timeout", "error")
+    names = ("ok", "oom", "skipped", "timeout", "error")
     if len(report.sections) > 1 or set(report.counts) != {"ok"}:
         _counts(report, names, console)
     for note in report.notes:

@@ -13,7 +13,6 @@ from bench_harness.display import cells, marks, row_tables
 from bench_harness.display.plots import COLOURS, new_figure
 from bench_harness.experiments.bucket_model import draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
-from bench_harness.store import PARTIAL
 from bench_harness.traces import waterfall
 from bench_harness.traces.picture import draw_overlap
 from bench_harness.training import settings as of
@@ -34,7 +33,6 @@ _COLUMNS = row_tables.Columns(
     Column("optimizer_ms_median", "optimizer alone", "ms"),
     Column("host_ms_median", "host", "ms"),
     Column("peak_gib", "peak memory", "GiB"),
-    Column("finished_rounds", "finished rounds", "count"),
     Column("error", "why"),
     Column("moment", "moment"),
     Column("parameter_gib", "parameters", "GiB"),
@@ -68,10 +66,6 @@ _COLUMNS = row_tables.Columns(
 )
 _CELL = "model size batch sequence precision compile world_size"
 _ROW = f"{_CELL} variant"
-_PARTIAL_NOTE = (
-    " Partial: the case was stopped, and its figures are of the finished rounds alone; pictures "
-    "and the other tables leave them out."
-)
 #: A part of the memory further than this from its prediction is flagged.
 _TOLERANCE = 0.03
 #: What a rank holds by the name of its part in a row.
@@ -86,7 +80,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     if "settings" not in frame:
         return [_COLUMNS.table("Training steps", frame, f"{_CELL} status")]
     frame = roofline.with_roofline(compared(frame))
-    if "model_flops" in frame and "ceiling_tflop_s" in frame:  # a stopped case has no ceilings
+    if "model_flops" in frame and "ceiling_tflop_s" in frame:
         rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
         frame["mfu"] = 100 * rate / frame["ceiling_tflop_s"]
     made = []
@@ -191,13 +185,13 @@ def _steps(frame: pd.DataFrame) -> Table:
         frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
         f"{_ROW} {row_tables.STATISTICS} fastest_ms slowest_ms exposed_step_ms share speedup "
         "speedup_low speedup_high optimizer_ms_median host_ms_median peak_gib mfu "
-        f"{row_tables.ROOFLINE} finished_rounds ran status error",
+        f"{row_tables.ROOFLINE} ran status error",
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
         "adds time, so where samples scatter the fastest say more. MFU: the model's operations, "
         "causal and without recomputation, over the median step, relative to the rate of a matrix "
-        f"product. {roofline.NOTE}{_PARTIAL_NOTE * (PARTIAL in set(frame['status']))}",
+        f"product. {roofline.NOTE}",
     )
 
 

@@ -16,11 +16,10 @@ from bench_harness.display import marks
 from bench_harness.display.cells import quantity
 from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
-from bench_harness.store import PARTIAL
 from bench_harness.verdict import judge
 
 #: Statuses of cases that did not finish.
-_STOPPED = ("error", "timeout", "oom", PARTIAL)
+_STOPPED = ("error", "timeout", "oom")
 #: How names of variants begin that are PyTorch's own; and those that only bound the others.
 _PYTORCH = ("torch", "sdpa", "FSDP2")
 _BOUND = "no communication"

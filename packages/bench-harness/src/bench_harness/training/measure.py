@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
-from bench_harness import rounds
 from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, sweep
@@ -30,7 +29,6 @@ from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
 from bench_harness.training.constructors import Call, resolved
-from bench_harness.training.merge import merged
 from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
 
 STEP = "step"
@@ -71,7 +69,6 @@ def measure_rank(
             if round_number == 0:
                 _compare_losses(variants, rows)
             round_number += 1
-            _hand_over(rows, round_number, config, Path(folder))
             if round_number == config["rounds"]:
                 enough = Enough(config)
     rows[0] |= link
@@ -214,15 +211,6 @@ def _one_round(
                 name = row["variant"].replace("/", "-").replace(" ", "-")
                 path = folder / f"step-{name}-rank{dist.get_rank()}.json"
                 row |= _profile(steps, path)
-
-
-def _hand_over(rows: list[Row], finished: int, config: Mapping[str, Any], folder: Path) -> None:
-    """Keeps the rows of the finished rounds, once, in case this one is stopped."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, rows)
-    if dist.get_rank() == 0:
-        whole = [merged(list(each)) for each in zip(*ranks, strict=True)]
-        rounds.hand_over(folder, whole, finished=finished, asked=config["rounds"])
 
 
 def facts(steps: Training) -> Row:
