@@ -152,6 +152,23 @@ def call(
     )
 
 
+def asked(function: Callable[..., JsonValue], *args: Any, timeout_s: float) -> JsonValue:
+    """What a function returns in a process of its own, for what must not be imported in this one.
+
+    Raises:
+        ValueError: it raised; one line says why.
+        TimeoutError: it took longer.
+    """
+    outcome = call(
+        function, *args, timeout_s=timeout_s, folder=Path.cwd(), on_progress=lambda text: None
+    )
+    if outcome.status == "timeout":
+        raise TimeoutError(outcome.error)
+    if outcome.status != "ok":
+        raise ValueError((outcome.error or "").removeprefix("ValueError: "))
+    return outcome.value
+
+
 def _failure(status: Status, error: str, *, seconds: float = 0.0) -> Outcome:
     return Outcome(status=status, error=error, seconds=seconds)
 

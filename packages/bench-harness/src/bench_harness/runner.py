@@ -241,10 +241,10 @@ def _record_run(
     writer.write_json(RUN, [*runs, {**invocation, **entry}])
     environments = store.environments()
     if "torch" not in environments.get(identity, {}):
-        outcome = process.call(
-            _describe_torch, timeout_s=300.0, folder=Path.cwd(), on_progress=lambda text: None
-        )
-        described = outcome.value if outcome.status == "ok" else {"error": outcome.error}
+        try:
+            described = process.asked(_describe_torch, timeout_s=300.0)
+        except (ValueError, TimeoutError) as error:
+            described = {"error": str(error)}
         environments[identity] = {**description, "torch": described}
         writer.write_json(ENVIRONMENTS, environments)
 
