@@ -66,8 +66,8 @@ class Options(SamplingOptions, DeviceOptions):
     softcap: float | None = option(None, "Soft-cap of the scores.")
     features: tuple[str, ...] = option(
         ("plain",),
-        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, a prefix "
-        "that all queries see, documents that share rows, deterministic gradients.",
+        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, "
+        "deterministic gradients.",
         choices=FEATURES,
     )
     passes: tuple[str, ...] = option(
