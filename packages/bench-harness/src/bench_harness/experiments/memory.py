@@ -348,7 +348,8 @@ def _labelled(case: pd.DataFrame) -> list[str]:
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import cells, marks
+    from bench_harness.display import cells
+    from bench_harness.display.bars import colours
     from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
@@ -357,7 +358,7 @@ def _draw(line: Row) -> MatplotlibFigure:
     totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
     unit, size = cells.scale(totals, "B")
     held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
-    colour = marks.colours(held)
+    colour = colours(held)
     plot.stackplot(
         time,
         *held.values(),

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from bench_harness.core import Row, plural
-from bench_harness.display import marks
 from bench_harness.display.cells import quantity
+from bench_harness.display.row_tables import steady
 from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
 from bench_harness.verdict import judge
@@ -164,7 +164,7 @@ def _unstable(rows: list[Row]) -> str | None:
     timed = [row for row in rows if row["status"] == "ok" and row.get("samples_ms")]
     if not timed:
         return None
-    shaky = int((~marks.steady(with_summary(to_frame(timed)))).sum())
+    shaky = int((~steady(with_summary(to_frame(timed)))).sum())
     if not shaky:
         return None
     return (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row, Table, plural
+from bench_harness.display.bars import placed
 from bench_harness.display.cells import cell, is_missing, readable, split
-from bench_harness.display.marks import LEGEND
 from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
 from bench_harness.report.build import Report, Section, where
 from bench_harness.store import RESULTS, Store, StoreError, replace_file
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = "report.html"
+#: What readers need to know of pictures, once per page.
+LEGEND = (
+    "Bars and points are medians with their 95 % intervals. What is unsteady, or a ring, must not "
+    "be quoted: its samples scatter or drift too much, or are too short for the timer."
+)
 _TEMPLATE = "page.html.jinja"
 
 #: How a text begins that a spreadsheet evaluates.
@@ -105,7 +110,9 @@ def render_template(name: str, **values: Any) -> str:
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(name).render(data_uri=data_uri, split=split, **values)
+    return templates.get_template(name).render(
+        data_uri=data_uri, placed=placed, split=split, **values
+    )
 
 
 def as_json(report: Report, page: Path) -> Row:
