@@ -140,7 +140,7 @@ class Figure:
     @property
     def wide(self) -> bool:
         """Whether the picture needs the whole width of a page."""
-        return isinstance(self.figure, Bars) or self.figure.get_figwidth() > 6.5
+        return not isinstance(self.figure, Bars) and self.figure.get_figwidth() > 6.5
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def write_report(store: Store, console: Console, *, tables: bool, as_json: bool 
         built = report.build(store)
         page = report.write(built, store.folder)
     if tables:
-        terminal.tables(built.sections, console)
+        terminal.tables((each for part in built.sections for each in part.tables), console)
     terminal.summary(built, page, console)
     if as_json:
         print(json.dumps(report.as_json(built, page), allow_nan=False))

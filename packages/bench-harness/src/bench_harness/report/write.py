@@ -6,7 +6,7 @@ import contextlib
 import json
 import numbers
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,15 +131,14 @@ def as_json(report: Report, page: Path) -> Row:
             for section in report.sections
             for case in section.cases
         ],
-        "tables": {
-            section.name: {
-                # pandas writes missing values as null, and its own numbers as numbers.
-                table.title: json.loads(table.frame.to_json(orient="records"))
-                for table in section.tables
-            }
-            for section in report.sections
-        },
+        "tables": {section.name: records(section.tables) for section in report.sections},
     }
+
+
+def records(tables: Iterable[Table]) -> Row:
+    """Tables by title, as lists of their lines."""
+    # pandas writes missing values as null, and its own numbers as numbers.
+    return {each.title: json.loads(each.frame.to_json(orient="records")) for each in tables}
 
 
 def csv(frame: pd.DataFrame) -> str:
