@@ -21,7 +21,7 @@ from bench_harness.traces.step import over_ranks
 from bench_harness.training import constructors
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
-from bench_harness.training.merge import merged
+from bench_harness.training.measure import merged
 from ranks import run_ranks
 
 ROLES = ("wrapper", "optimizer")

@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, Row, registered
+from bench_harness.workload import imported
 
 if TYPE_CHECKING:
     import torch
@@ -142,13 +142,12 @@ def find(name: str) -> Attend:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     target = name if ":" in name else registered(ENTRY_POINT_GROUP)[name]
-    module, _, attribute = target.partition(":")
     try:
-        found: Attend = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+        found: Attend = imported(target, "attention")
+    except ValueError as error:
         raise CaseSkipped(
-            f"{name} must be importable, but got an error: {error}. Install its package, or leave "
-            "it out of variants."
+            f"{name} must be importable, but got an error: {error.__cause__}. Install its package, "
+            "or leave it out of variants."
         ) from error
     return found
 
@@ -419,15 +418,20 @@ def _score_function(
     return change
 
 
-def _flash_attn_4() -> Attend:
-    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+def _package(name: str, module: str) -> Any:
+    """A module of the package that an implementation is named after."""
     try:
-        cute = importlib.import_module("flash_attn.cute")
+        return importlib.import_module(module)
     except ImportError as error:
         raise CaseSkipped(
-            f"flash-attn-4 must be importable, but got an error: {error}. Install the package "
-            "flash-attn-4, or leave it out of variants."
+            f"{name} must be importable, but got an error: {error}. Install the package {name}, or "
+            "leave it out of variants."
         ) from error
+
+
+def _flash_attn_4() -> Attend:
+    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+    cute = _package("flash-attn-4", "flash_attn.cute")
 
     def attend(
         query: Tensor,
@@ -471,13 +475,7 @@ def _fa3_fwd() -> Attend:
 
     Its layout puts the sequence before the heads.
     """
-    try:
-        package = importlib.import_module("fa3_fwd_interface")
-    except ImportError as error:
-        raise CaseSkipped(
-            f"fa3-fwd must be importable, but got an error: {error}. Install the package fa3-fwd, "
-            "or leave it out of variants."
-        ) from error
+    package = _package("fa3-fwd", "fa3_fwd_interface")
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         _refuse_cpu(query, "fa3-fwd")
