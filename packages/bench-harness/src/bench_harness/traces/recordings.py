@@ -5,8 +5,6 @@ torch.profiler's Chrome-format traces, and Nsight Systems' reports and their SQL
 
 from __future__ import annotations
 
-import gzip
-import json
 import shutil
 import sqlite3
 import tempfile
@@ -132,8 +130,7 @@ def _nsight(path: Path, name: str) -> list[Recording]:
 
 
 def _json(path: Path) -> list[Recording]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        content = json.load(file)
+    content = kineto.content(path)
     events = content.get("traceEvents") if isinstance(content, Mapping) else None
     if not isinstance(events, list):
         raise ValueError(f"FILE must be {_READ}, but got {path}, which is other JSON. Correct it.")
