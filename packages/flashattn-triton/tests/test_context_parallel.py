@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 
 from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel import (
+    RankLostError,
     all_gather_attention,
     context_parallel_attention,
     explain,
@@ -299,6 +300,56 @@ def test_use_with(what: str) -> None:
     run_case(use, 2, USES, what)
 
 
+MODELS = {"one sequence": (0, 24), "packed": (0, 9, 10, 25)}
+
+
+def of_transformers(rank: int, world_size: int, name: str) -> None:
+    import transformers
+
+    from flashattn_triton.integrations.transformers import NAME, register
+
+    starts = MODELS[name]
+    register(context_parallel=dist.group.WORLD)
+    sizes = {
+        "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    ours, theirs = (
+        transformers.MistralForCausalLM._from_config(
+            transformers.MistralConfig(**sizes), attn_implementation=name
+        )
+        for name in (NAME, "sdpa")
+    )
+    theirs.load_state_dict(ours.state_dict())
+    ids, weight = torch.randint(3, 61, (1, starts[-1])), torch.randn(1, starts[-1], 61)
+    documents = [ids[:, a:b] for a, b in itertools.pairwise(starts)]
+    expected = torch.cat([theirs(x, use_cache=False).logits for x in documents], dim=1)
+    (expected * weight).sum().backward()
+
+    packed = starts if len(starts) > 2 else None
+    keywords: dict[str, Any] = {}
+    if packed is not None:
+        keywords = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(starts))
+    positions = token_positions(cu_seqlens=starts)[None]
+    own = shard_tokens(ids, cu_seqlens=packed)
+    logits = ours(own, position_ids=positions, use_cache=False, **keywords).logits
+    torch.testing.assert_close(logits, shard_tokens(expected.detach(), cu_seqlens=packed))
+    (logits * shard_tokens(weight, cu_seqlens=packed)).sum().backward()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        dist.all_reduce(x.grad)
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="attention_mask must be None, and caches empty"):
+        ours(own, position_ids=positions, attention_mask=torch.ones_like(own), use_cache=False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers(name: str) -> None:
+    pytest.importorskip("transformers")
+    run_case(of_transformers, 2, list(MODELS), name)
+
+
 def test_the_choice() -> None:
     long = Zigzag(4, (0, 2**18))
     causal, window = (None, 0), (4096, 0)
@@ -395,7 +446,7 @@ def lose(rank: int, world_size: int, way: str) -> str:
     set_collective_timeout(2)
     if rank == 1:
         return ""
-    with pytest.raises(RuntimeError, match="every rank must take part in") as raised:
+    with pytest.raises(RankLostError, match="every rank must take part in") as raised:
         out.sum().backward()
     return str(raised.value)
 

@@ -3,6 +3,7 @@
 ``flashattn_triton`` does not import this, and so not ``torch.distributed``.
 """
 
+from flashattn_triton.context_parallel.agreement import RankLostError
 from flashattn_triton.context_parallel.attention import (
     all_gather_attention,
     context_parallel_attention,
@@ -12,6 +13,7 @@ from flashattn_triton.context_parallel.attention import (
 from flashattn_triton.context_parallel.tokens import shard_tokens, token_positions, unshard_tokens
 
 __all__ = [
+    "RankLostError",
     "all_gather_attention",
     "context_parallel_attention",
     "explain",

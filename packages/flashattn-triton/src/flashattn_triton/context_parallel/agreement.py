@@ -25,6 +25,10 @@ Facts = tuple[tuple[str, str], ...]
 _known: set[tuple[str, Facts]] = set()
 
 
+class RankLostError(RuntimeError):
+    """A rank has ended, did not come in time, or made other calls than this one."""
+
+
 def agree(
     group: dist.ProcessGroup, facts: Facts, starts: tuple[int, ...] | None, device: torch.device
 ) -> None:
@@ -38,7 +42,8 @@ def agree(
 
     Raises:
         ValueError: facts or starts differ: on every rank, naming what differs and on which ranks.
-        RuntimeError: a rank is lost; or facts differ, as they did not before, on GPUs.
+        RankLostError: a rank is lost.
+        RuntimeError: facts differ that did not before, on GPUs.
     """
     hashes = _hash(facts), 0 if starts is None else _hash(starts)
     is_new = (group.group_name, facts) not in _known
@@ -69,7 +74,7 @@ def lost_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise RuntimeError(
+        raise RankLostError(
             f"every rank must take part in {what}, but it failed on rank {group.rank()} of "
             f"{group.size()}: {error}. A rank is lost or makes other calls: restart all ranks."
         ) from error

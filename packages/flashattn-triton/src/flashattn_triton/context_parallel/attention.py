@@ -88,7 +88,7 @@ def context_parallel_attention(
     Raises:
         ValueError: an argument is not what is described above, or differs between ranks.
         TypeError: not a tensor, or not a group.
-        RuntimeError: a rank is lost, or does not come.
+        RankLostError: a rank is lost, or does not come.
     """
     return _attention("auto", query, key, value, group, **keywords)
 

@@ -48,7 +48,7 @@ class UnderWay(Generic[Result]):
         """The result, once it is there.
 
         Raises:
-            RuntimeError: a rank is lost.
+            RankLostError: a rank is lost.
         """
         with lost_ranks_named(self._group, self._what):
             for work in self._works:

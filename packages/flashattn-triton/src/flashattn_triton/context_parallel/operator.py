@@ -90,7 +90,7 @@ def _setting(
 
     Raises:
         ValueError: the ranks differ, or a rank does not have the tokens that are its own.
-        RuntimeError: a rank is lost.
+        RankLostError: a rank is lost.
     """
     ranks: dist.ProcessGroup = _resolve_process_group(group)
     starts, n = None if cu_seqlens is None else starts_of(cu_seqlens), len(query)
