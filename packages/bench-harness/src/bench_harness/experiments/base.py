@@ -74,7 +74,7 @@ class Experiment(abc.ABC):
     def missing(self, case: Case) -> str | None:
         """What this machine lacks for a case, looked up without torch; None if nothing is known.
 
-        A dry run shows such a case as skipped. By default: GPUs, memory, and Nsight Systems.
+        Such a case is skipped. By default: GPUs, memory, and Nsight Systems.
         """
         from bench_harness.environment import gpu_count
         from bench_harness.traces import nsight

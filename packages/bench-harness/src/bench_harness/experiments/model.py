@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from bench_harness.training.settings import Settings
 
 _COLUMNS = row_tables.Columns(
-    Column("d_model", "d_model"),
-    Column("num_layers", "num_layers"),
-    Column("parameters", "parameters", "count"),
-    Column("attention", "attention"),
     Column("execution", "execution"),
     Column("warmup", "warm-up", "steps"),
     Column("tokens_s", "tokens/s"),

@@ -30,10 +30,6 @@ _COLUMNS = row_tables.Columns(
     Column("range", "part"),
     Column("gflop", "operations", "GFLOP"),
     Column("gflop_s", "achieved", "GFLOP/s"),
-    Column("kernel", "kernel"),
-    Column("work", "work"),
-    Column("count", "runs", "count"),
-    Column("total_ms", "total", "ms"),
     Column("share", "of the phase", "%"),
 )
 PHASES = ("inference", "forward", "backward", "optimizer")

@@ -8,11 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option
-from bench_harness.distributed import (
-    default_world_size,
-    require_gpus,
-    run_on_ranks,
-)
+from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
@@ -173,7 +169,6 @@ class TrainStep(Experiment):
         if case.config["nsight"]:
             from bench_harness.training import nsight
 
-            require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
         from bench_harness.training.measure import measure_rank, merged, weigh_alone
 
