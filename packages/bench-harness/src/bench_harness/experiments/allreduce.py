@@ -14,7 +14,6 @@ from bench_harness.distributed import (
     run_on_ranks,
     slowest_rank,
 )
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.timing import Enough, SamplingOptions
 
@@ -79,31 +78,19 @@ class AllReduce(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per number of ranks; all collectives and sizes in each."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
-        backend = "nccl" if device == "cuda" else "gloo"
+        common = chosen.stored("sizes_mb operations warmup samples interval max_seconds")
+        backend = "nccl" if common["device"] == "cuda" else "gloo"
         configs: list[Row] = [
             {
+                **common,
                 "backend": backend,
                 "world_size": world_size,
                 "nnodes": 1,  # as in published rows, whose keys stay
-                "sizes_mb": list(chosen.sizes_mb),
-                "operations": list(chosen.operations),
-                "warmup": chosen.warmup,
-                "samples": chosen.samples,
-                **chosen.sampling(),
-                "device": device,
                 "label": f"allreduce {backend} {world_size} ranks",
             }
-            for world_size in chosen.world_sizes or (default_world_size(device),)
+            for world_size in chosen.world_sizes or (default_world_size(common["device"]),)
         ]
-        return [
-            Case(
-                experiment=self.name,
-                config=config,
-                timeout_s=900,
-            )
-            for config in configs
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=900) for config in configs]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness import attentions, roofline
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
     CLOCKS,
     DTYPES,
@@ -149,24 +148,12 @@ class Attention(Experiment):
         """
         chosen = Options(**options)
         config: Row = {
-            "batch": chosen.batch,
-            "tokens": chosen.tokens,
-            "heads": chosen.heads,
+            **chosen.stored("batch tokens heads value_head_dim packed softcap passes clock"),
+            **chosen.stored("rep_ms warmup_ms rounds samples interval max_seconds"),
             "kv_heads": chosen.kv_heads or chosen.heads,
-            "value_head_dim": chosen.value_head_dim,
-            "packed": list(chosen.packed),
             "window": [None if side < 0 else side for side in chosen.window] or None,
-            "softcap": chosen.softcap,
             "features": list(dict.fromkeys(chosen.features)),
             "deterministic": False,  # as in published rows, whose keys stay
-            "passes": list(chosen.passes),
-            "clock": chosen.clock,
-            "rep_ms": chosen.rep_ms,
-            "warmup_ms": chosen.warmup_ms,
-            "rounds": chosen.rounds,
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": resolve_device(chosen.device),
         }
         return [
             _case(

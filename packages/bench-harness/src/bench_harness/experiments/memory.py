@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
@@ -98,16 +97,14 @@ class Memory(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, context length, precision and mode: any of them may not fit."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
                 **subject,
+                **chosen.stored("attention"),
                 "precision": precision,
                 "mode": mode,
-                "attention": chosen.attention,
                 "optimizer": "adamw",
                 "second_step": chosen.second_step and mode == "step",
-                "device": device,
                 "label": f"memory {subject_label(subject, batch=False)} {precision} "
                 + ("second step" if chosen.second_step and mode == "step" else mode),
             }

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
@@ -79,7 +78,6 @@ class Model(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, context length and number of warm-up steps."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         variants = [
             {"precision": precision, "attention": attention, "execution": execution}
             for precision, attention, execution in itertools.product(
@@ -88,13 +86,7 @@ class Model(Experiment):
                 chosen.executions,
             )
         ]
-        common: Row = {
-            "modes": list(chosen.modes),
-            "optimizer": "adamw",
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": device,
-        }
+        common = {**chosen.stored("modes samples interval max_seconds"), "optimizer": "adamw"}
         subjects = chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         return [
             Case(
