@@ -96,7 +96,10 @@ class Experiment(abc.ABC):
         if config.get("device") == "cuda":
             wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
-                return f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}"
+                return (
+                    f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}. Ask for "
+                    "fewer ranks, or use --device cpu."
+                )
         if config.get("nsight") or config.get("tool") == "nsight":
             try:
                 nsight.nsys()
