@@ -6,6 +6,9 @@ Dimensions: D d_model, F d_ff, L blocks, m matrices of a block, B tokens of the 
 replicas (data parallel), X ranks that shard weights (FSDP), Y ranks that split matrices (tensor
 parallel), C FLOP/s, W bytes/s. GB is 10^9 bytes, as on accelerator data sheets.
 
+Functions take a ``model``, the stack of feed-forward blocks, and a ``mesh``, None for 16 × 4 TPU
+v5p.
+
 Two models of transfers: :func:`compute_bound_batch` follows J. Austin et al., *How to Scale Your
 Model* (2025), where W is an axis of a torus with both directions and a factor (n - 1)/n is left
 out. :func:`ring_step` counts rings of devices that each send W bytes/s, with that factor.
@@ -88,7 +91,6 @@ def training_memory(model: FeedForwardStack = XXL, *, device_gb: float = 80) -> 
     """fp32 master weights, gradients and Adam state on one device; devices that this fills.
 
     Args:
-        model: the stack of feed-forward blocks.
         device_gb: memory of one device; 80 for an H100.
     """
     factors = f"{model.matrices}·{model.d_model}·{model.d_ff}·{model.num_blocks}"
@@ -128,7 +130,6 @@ def fsdp_memory(
     """Bytes per device when weights, gradients, state and part of the activations are sharded.
 
     Args:
-        model: the stack of feed-forward blocks.
         ranks: N, devices to shard over.
         tokens: tokens whose bf16 activations are kept for backward.
         sharded_activations: share of them that is sharded too (every second layer: 0.5).
@@ -181,8 +182,6 @@ def compute_bound_batch(
     F ≥ α·Y/M_Y.
 
     Args:
-        model: the stack of feed-forward blocks.
-        mesh: None for 16 × 4 TPU v5p.
         concurrent: whether the two kinds of transfer overlap each other.
 
     Returns:
@@ -221,10 +220,6 @@ def fewest_tokens(model: FeedForwardStack = XXL, *, mesh: Mesh | None = None) ->
     (X·W·M_Y). The longer of the two is least where they are equal, at X = sqrt(B·M_X·N / (F·M_Y))
     with N = X·Y devices. There T_math ≥ T_fsdp holds from B/N = α² / (M_X·M_Y·F) tokens per device
     on. Splitting further than Y = F·M_Y/α is bound by communication at any batch.
-
-    Args:
-        model: the stack of feed-forward blocks.
-        mesh: None for 16 × 4 TPU v5p; its devices are split anew.
     """
     mesh = mesh or Mesh()
     alpha = mesh.flops / mesh.bandwidth
@@ -260,8 +255,7 @@ def ring_step(
     gradients of replicas.
 
     Args:
-        model: its block.
-        mesh: None for 16 × 4 TPU v5p; ``fsdp_axes`` and ``tensor_axes`` are not used.
+        mesh: ``fsdp_axes`` and ``tensor_axes`` are not used.
         tokens: B, of the whole batch.
     """
     mesh = mesh or Mesh()
@@ -306,8 +300,7 @@ def ring_limits(
     (a·b + a + b)² / (4·a·b), or one axis alone where the split has less than one rank of an axis.
 
     Args:
-        model: its block.
-        mesh: bandwidth and FLOP/s; None for TPU v5p.
+        mesh: only its bandwidth and FLOP/s are used.
         tokens: B, of the whole batch.
     """
     mesh = mesh or Mesh()
