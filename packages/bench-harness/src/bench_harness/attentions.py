@@ -77,8 +77,6 @@ def ran(
     value: Tensor,
     *,
     causal: bool,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
     **settings: Any,
 ) -> str | None:
     """The kernel of PyTorch's attention that runs on this problem; None for other implementations.

@@ -20,7 +20,6 @@ from bench_harness.store import (
     Store,
     Writer,
 )
-from bench_harness.workload import too_large
 
 #: Key under which an experiment's row says that this variant alone was skipped or failed:
 #: ``{"status": "skipped", "error": "why"}``.
@@ -181,12 +180,12 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
         Its rows, and the state of the machine before and after.
 
     Raises:
-        CaseSkipped: its model does not fit this machine.
+        CaseSkipped: this machine lacks something that it needs.
         ValueError: the experiment gives no rows, or one that uses a name of :data:`RESERVED`.
     """
-    if (why := too_large(case.config)) is not None:
-        raise CaseSkipped(why)
     experiment = experiments.get(case.experiment)
+    if (why := experiment.missing(case)) is not None:
+        raise CaseSkipped(why)
     before = environment.snapshot()
     rows = experiment.run(case, progress)
     if not rows:

@@ -40,6 +40,24 @@ COMMON = (
     Column("clock_mhz", "clock", "MHz"),
     Column("ran", "attention that ran"),
     Column("missed", "prediction missed"),
+    Column("kernel", "kernel"),
+    Column("work", "work"),
+    Column("count", "runs", "count"),
+    Column("total_ms", "total", "ms"),
+    Column("gathers", "gathers", "count"),
+    Column("late_gathers", "late", "count"),
+    Column("late_ms", "computation waited", "ms"),
+    Column("number", "gather", "number"),
+    Column("unit", "unit"),
+    Column("gather_ms", "gather itself", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("idle_ms", "idle", "ms"),
+    Column("spans", "spans"),
+    Column("d_model", "d_model"),
+    Column("num_layers", "num_layers"),
+    Column("parameters", "parameters", "count"),
+    Column("attention", "attention"),
+    Column("error", "why"),
     Column("status", "status"),
 )
 #: Keys that ``stats.with_summary`` and ``roofline.with_roofline`` add.
@@ -96,6 +114,25 @@ def steady(rows: pd.DataFrame) -> pd.Series[Any]:
     if "too_short" in rows:
         shaky |= rows["too_short"].map(lambda value: value is True or value == 1)
     return ~shaky
+
+
+def over(rows: pd.DataFrame, reference: pd.Series[bool], keys: str) -> pd.Series[Any]:
+    """Each median over that of the reference row with the same keys, where both are steady.
+
+    Args:
+        reference: which rows are references.
+        keys: with spaces between them.
+    """
+    import pandas as pd
+
+    medians = rows["median_ms"].where(steady(rows)).astype("float64")
+    known = dict(zip(_keys(rows[reference], keys), medians[reference], strict=True))
+    of = [known.get(key, float("nan")) for key in _keys(rows, keys)]
+    return medians / pd.Series(of, index=rows.index)
+
+
+def _keys(rows: pd.DataFrame, keys: str) -> list[tuple[Any, ...]]:
+    return list(rows[keys.split()].itertuples(index=False, name=None))
 
 
 def lengths(rows: pd.DataFrame) -> pd.DataFrame:

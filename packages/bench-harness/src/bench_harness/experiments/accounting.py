@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = row_tables.Columns(
     Column("variant", "size"),
-    Column("parameters", "parameters", "count"),
     Column("forward_gflop", "forward", "GFLOP", 6),
     Column("step_gflop", "training step", "GFLOP", 6),
     Column("parameter_gb", "parameters", "GB", 6),
@@ -204,13 +203,4 @@ def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float
     derived |= mesh_accounting.fewest_tokens(model, mesh=mesh)
     derived |= mesh_accounting.ring_step(model, mesh=mesh, tokens=tokens)
     derived |= mesh_accounting.ring_limits(model, mesh=mesh, tokens=tokens)
-    return [
-        {
-            "variant": name,
-            "kind": "mesh",
-            "value": d.value,
-            "unit": d.unit,
-            "derivation": d.derivation,
-        }
-        for name, d in derived.items()
-    ]
+    return [{"variant": name, "kind": "mesh", **d._asdict()} for name, d in derived.items()]

@@ -14,7 +14,6 @@ from bench_harness.distributed import (
     run_on_ranks,
     slowest_rank,
 )
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.timing import Enough, SamplingOptions
 
@@ -25,12 +24,22 @@ if TYPE_CHECKING:
 
     from bench_harness.timing import Samples
 
+#: A fit of :func:`fit` as columns.
+COST = (
+    Column("o", "overhead o", "µs"),
+    Column("o_low", "o 95 % low", "µs"),
+    Column("o_high", "o 95 % high", "µs"),
+    Column("w", "bandwidth w", "GB/s"),
+    Column("w_low", "w 95 % low", "GB/s"),
+    Column("w_high", "w 95 % high", "GB/s"),
+)
 _COLUMNS = row_tables.Columns(
     Column("backend", "backend"),
     Column("variant", "collective"),
     Column("size_mib", "payload", "MiB"),
     Column("algorithm_gb_s", "algorithm bandwidth", "GB/s"),
     Column("bus_gb_s", "bus bandwidth", "GB/s"),
+    *COST,
 )
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -69,31 +78,19 @@ class AllReduce(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per number of ranks; all collectives and sizes in each."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
-        backend = "nccl" if device == "cuda" else "gloo"
+        common = chosen.stored("sizes_mb operations warmup samples interval max_seconds")
+        backend = "nccl" if common["device"] == "cuda" else "gloo"
         configs: list[Row] = [
             {
+                **common,
                 "backend": backend,
                 "world_size": world_size,
                 "nnodes": 1,  # as in published rows, whose keys stay
-                "sizes_mb": list(chosen.sizes_mb),
-                "operations": list(chosen.operations),
-                "warmup": chosen.warmup,
-                "samples": chosen.samples,
-                **chosen.sampling(),
-                "device": device,
                 "label": f"allreduce {backend} {world_size} ranks",
             }
-            for world_size in chosen.world_sizes or (default_world_size(device),)
+            for world_size in chosen.world_sizes or (default_world_size(common["device"]),)
         ]
-        return [
-            Case(
-                experiment=self.name,
-                config=config,
-                timeout_s=900,
-            )
-            for config in configs
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=900) for config in configs]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
@@ -121,8 +118,7 @@ class AllReduce(Experiment):
                 "by what a ring sends, so a perfect ring shows its links' own rate.",
             )
         ]
-        fitted = fit_table(row_tables.finished(frame))
-        return tables if fitted is None else [*tables, fitted]
+        return tables + fit_table(row_tables.finished(frame))
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
@@ -285,27 +281,24 @@ def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
-def fit_table(done: pd.DataFrame) -> Table | None:
+def fit_table(done: pd.DataFrame) -> list[Table]:
     """o and w of t = o + S/w per collective and number of ranks, with at least three sizes."""
     import pandas as pd
 
-    lines = []
     by = ["backend", "world_size", "variant"]
-    for which, group in done.groupby(by, sort=False) if "size_bytes" in done else ():
-        if group["size_bytes"].nunique() < 3:
-            continue
-        costs = fit(list(group["size_bytes"]), list(group["samples_ms"]))
-        headings = [_COLUMNS[name].heading for name in by]
-        calls, rates = shown(costs, "overhead o")
-        lines.append(dict(zip(headings, which, strict=True)) | calls | rates)
-    if not lines:
-        return None
-    return Table(
-        "Cost of a collective",
-        pd.DataFrame(lines),
+    lines = [
+        dict(zip(by, which, strict=True))
+        | shown(fit(list(group["size_bytes"]), list(group["samples_ms"])))
+        for which, group in (done.groupby(by, sort=False) if "size_bytes" in done else ())
+        if group["size_bytes"].nunique() >= 3
+    ]
+    note = (
         "t = o + S/w fitted by non-negative least squares with relative weights; intervals by "
-        "bootstrap over the samples.",
+        "bootstrap over the samples."
     )
+    keys = " ".join([*by, *(column.key for column in COST)])
+    made = [_COLUMNS.table("Cost of a collective", pd.DataFrame(lines), keys, note)]
+    return made if lines else []
 
 
 class Cost(NamedTuple):
@@ -354,23 +347,9 @@ def with_interval(once: Callable[[Callable[[Any], Any]], Cost], rng: Any) -> tup
     return typical, *(Cost(*map(float, end)) for end in np.percentile(draws, [2.5, 97.5], axis=0))
 
 
-def shown(costs: Sequence[Cost], overhead: str) -> tuple[Row, Row]:
-    """A fit with its intervals as columns: those of o, and those of w.
-
-    Args:
-        overhead: how the table calls o.
-    """
-    typical, low, high = costs
-    names = f"{overhead} (µs)", "o 95 % low (µs)", "o 95 % high (µs)"
-    calls = [rounded(1e6 * cost.overhead_s) for cost in costs]
-    rates = [
-        rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None
-        for cost in (typical, high, low)
-    ]
-    links = "bandwidth w (GB/s)", "w 95 % low (GB/s)", "w 95 % high (GB/s)"
-    return dict(zip(names, calls, strict=True)), dict(zip(links, rates, strict=True))
-
-
-def rounded(value: float) -> float:
-    """Four significant digits."""
-    return float(f"{value:.4g}")
+def shown(costs: Sequence[Cost]) -> Row:
+    """A fit with its intervals as :data:`COST`; no bandwidth where bytes cost nothing."""
+    (o, *o_ends), (slowness, *ends) = zip(*costs, strict=True)
+    w, w_high, w_low = (1e-9 / each if each else None for each in (slowness, *ends))
+    low, high = (1e6 * end for end in o_ends)
+    return {"o": 1e6 * o, "o_low": low, "o_high": high, "w": w, "w_low": w_low, "w_high": w_high}

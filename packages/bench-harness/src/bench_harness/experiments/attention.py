@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness import attentions, roofline
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
-from bench_harness.display.row_tables import steady
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
     CLOCKS,
     DTYPES,
@@ -151,24 +148,12 @@ class Attention(Experiment):
         """
         chosen = Options(**options)
         config: Row = {
-            "batch": chosen.batch,
-            "tokens": chosen.tokens,
-            "heads": chosen.heads,
+            **chosen.stored("batch tokens heads value_head_dim packed softcap passes clock"),
+            **chosen.stored("rep_ms warmup_ms rounds samples interval max_seconds"),
             "kv_heads": chosen.kv_heads or chosen.heads,
-            "value_head_dim": chosen.value_head_dim,
-            "packed": list(chosen.packed),
             "window": [None if side < 0 else side for side in chosen.window] or None,
-            "softcap": chosen.softcap,
             "features": list(dict.fromkeys(chosen.features)),
             "deterministic": False,  # as in published rows, whose keys stay
-            "passes": list(chosen.passes),
-            "clock": chosen.clock,
-            "rep_ms": chosen.rep_ms,
-            "warmup_ms": chosen.warmup_ms,
-            "rounds": chosen.rounds,
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": resolve_device(chosen.device),
         }
         return [
             _case(
@@ -390,17 +375,9 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
     frame = _frame(rows)
     if "flops" in frame:
         # A case's first variant is the reference of its speedups.
-        quotable = frame.assign(median_ms=frame["median_ms"].where(steady(frame)))
-        first = quotable[quotable["variants"].str[0] == quotable["variant"]]
-        cell = ["case_key", "sequence", "phase"]
-        cell += ["feature"] * bool(frame["feature"].notna().any())
-        medians = first.set_index(cell)["median_ms"].to_dict()
-        frame["speedup"] = [
-            medians.get(where, math.nan) / median
-            for where, median in zip(
-                frame[cell].itertuples(index=False, name=None), quotable["median_ms"], strict=True
-            )
-        ]
+        first = frame["variants"].str[0] == frame["variant"]
+        cell = "case_key sequence phase feature"
+        frame["speedup"] = 1 / row_tables.over(frame, first, cell)
     grid = _COLUMNS.table(
         "Attention grid",
         frame,
@@ -515,26 +492,15 @@ def _against(done: pd.DataFrame) -> list[Table]:
     """A case's first variant against each other one: how often it is faster, and by how much."""
     if "phase" not in done or done.empty:
         return []
-    quotable = done[steady(done)]
-    same = ["case_key", "sequence", "phase"]
-    same += ["feature"] * bool(done["feature"].notna().any())
-    first = quotable["variants"].str[0] == quotable["variant"]
-    pairs = quotable[~first].merge(
-        quotable[first][[*same, "median_ms"]], on=same, suffixes=("", "_of_first")
-    )
+    others = done["variants"].str[0] != done["variant"]
+    pairs = done[others & done["speedup"].notna()]
     if pairs.empty:
         return []
-    pairs["ratio"] = pairs["median_ms_of_first"] / pairs["median_ms"]
-    pairs["faster"] = pairs["ratio"] < 1
     lines = f"{_KIND} variant phase"
-    keys = _held(pairs, lines)
-    found = pairs.groupby(keys, dropna=False, sort=False).agg(
-        problems=("ratio", "size"),
-        faster=("faster", "sum"),
-        least=("ratio", "min"),
-        median=("ratio", "median"),
-        largest=("ratio", "max"),
-    )
+    found = pairs.groupby(_held(pairs, lines), dropna=False, sort=False)["speedup"].agg(
+        problems="size", faster=lambda ratio: (ratio < 1).sum(), least="min", median="median",
+        largest="max",
+    )  # fmt: skip
     return [
         _COLUMNS.table(
             "Attention against each other",
@@ -555,14 +521,10 @@ def _features(done: pd.DataFrame) -> list[Table]:
     """
     if "phase" not in done or done["feature"].isna().all():
         return []
-    ours = ["case_key", "sequence", "variant", "phase"]
-    plain = done[(done["feature"] == "plain") & steady(done)]
-    medians = plain.set_index(ours)["median_ms"].to_dict()
+    plain = done["feature"] == "plain"
+    over_plain = row_tables.over(done, plain, "case_key sequence variant phase")
     # A variant that does not take the feature has no phase.
-    done = done[(done["feature"] != "plain") & done["phase"].notna()].copy()
-    done["over_plain"] = done["median_ms"].where(steady(done)) / [
-        medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
-    ]
+    done = done.assign(over_plain=over_plain)[~plain & done["phase"].notna()]
     lines = f"{_PROBLEM} variant tier kernel"
     keys = _held(done, lines)
     wide = done.pivot_table(

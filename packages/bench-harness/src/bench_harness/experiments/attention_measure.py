@@ -10,6 +10,7 @@ A problem has at most one feature, which adds a keyword argument of ``flash_atte
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import time
@@ -705,7 +706,8 @@ def measured_over_lengths(
                 attempts.calls[name] = attend
                 for each in passes[:1] if forward_only(name) else passes:
                     samples = measured.setdefault((name, each), Samples())
-                    time_ms = _through(attend, inputs, config, device, backward=each != "forward")
+                    call = functools.partial(attend, **attempts.settings)
+                    time_ms = _through(call, inputs, device, backward=each != "forward")
                     if round_number == 0:
                         samples.first_ms = time_ms
                     else:
@@ -756,7 +758,6 @@ def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[l
 def _through(
     attend: Attend,
     inputs: Sequence[Sequence[Tensor]],
-    config: Mapping[str, Any],
     device: torch.device,
     *,
     backward: bool,
@@ -764,13 +765,10 @@ def _through(
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
     import torch
 
-    settings: dict[str, Any] = {"causal": config["mask"] == "causal"}
-    settings |= {"window": tuple(config["window"])} if config["window"] else {}
-    settings |= {"softcap": config["softcap"]} if config["softcap"] else {}
     samples = Samples()
     with record_sample(samples, device), torch.set_grad_enabled(backward):
         for query, key, value, grad_out in inputs:
-            out = attend(query, key, value, **settings)
+            out = attend(query, key, value)
             if backward:
                 out.backward(grad_out)
                 query.grad = key.grad = value.grad = None

@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench_harness.core import Table
-from bench_harness.experiments.allreduce import Cost, fit, rounded, shown, solved, with_interval
+from bench_harness.core import Column, Row, Table
+from bench_harness.display import row_tables
+from bench_harness.experiments.allreduce import COST, Cost, fit, shown, solved, with_interval
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+_COLUMNS = row_tables.Columns(
+    *COST,
+    Column("cell", "cell"),
+    Column("s_mib", "gradients s", "MiB", 7),
+    Column("best_mib", "best bucket b*", "MiB"),
+    Column("least_ms", "least overhead T*", "ms"),
+    Column("link_w", "all-reduce w", "GB/s"),
+    Column("link_o", "all-reduce o", "µs"),
+    Column("link_best_mib", "predicted best bucket b*", "MiB"),
+    Column("link_least_ms", "predicted least overhead T*", "ms"),
+)
 #: The sweep's least overhead further than this from the predicted one is flagged.
 MISS_TOLERANCE = 0.25
 
@@ -43,6 +55,15 @@ class Sweep:
     def size(self) -> float:
         """Bytes of all gradients."""
         return float(self.rows["gradient_bytes"].iloc[0])
+
+    def optimum(self, cost: Cost) -> tuple[float | None, float]:
+        """The best bucket (MiB), no smaller than the largest parameter, and its overhead (ms)."""
+        per_call, inverse = cost
+        least = self.bare.get("largest_parameter_bytes", 0.0)
+        best = max(float(np.sqrt(self.size * per_call / inverse)), least) if inverse > 0 else None
+        count = self.size / best if best else 1.0
+        overhead = self.size / count * inverse + count * per_call
+        return best / 2**20 if best else None, 1e3 * overhead
 
     def fit(self, overhead_s: np.ndarray[Any, Any]) -> Cost:
         """o and 1/w of T(n), from the seconds beyond the step without communication."""
@@ -71,7 +92,7 @@ def _only_sized(settings: Any) -> bool:
     return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
-def fit_table(done: pd.DataFrame) -> Table | None:
+def fit_table(done: pd.DataFrame) -> list[Table]:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
     Beside them stands what all-reduces alone predict, where the case timed some, and whether that
@@ -80,7 +101,7 @@ def fit_table(done: pd.DataFrame) -> Table | None:
     import pandas as pd
 
     rng = np.random.default_rng(0)
-    lines = []
+    lines: list[Row] = []
     for sweep in sweeps(done):
 
         def once(draw: Any, sweep: Sweep = sweep) -> Cost:
@@ -89,60 +110,27 @@ def fit_table(done: pd.DataFrame) -> Table | None:
             return sweep.fit(np.array(overhead) / 1e3)
 
         costs = with_interval(once, rng)
-        calls, rates = shown(costs, "per call o")
-        least = sweep.bare.get("largest_parameter_bytes", 0.0)
-        optimum = _optimum("", sweep.size, costs[0], least)
-        lines.append(
-            {"cell": sweep.label, "gradients s (MiB)": round(sweep.size / 2**20, 3)}
-            | {**rates, **calls, **optimum}
-            | _prediction(sweep.bare.get("all_reduce"), sweep.size, least, optimum[_LEAST])
-        )
-    if not lines:
-        return None
-    return Table(
-        "Bucket overhead model",
-        pd.DataFrame(lines),
+        line = {"cell": sweep.label, "s_mib": sweep.size / 2**20, **shown(costs)}
+        line["best_mib"], line["least_ms"] = sweep.optimum(costs[0])
+        if isinstance(link := sweep.bare.get("all_reduce"), dict):
+            cost, *_ = fit(link["size_bytes"], link["samples_ms"])
+            best, least = sweep.optimum(cost)
+            missed = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
+            line |= {"link_w": 1e-9 / cost.per_byte_s if cost.per_byte_s else None}
+            line |= {"link_o": 1e6 * cost.overhead_s, "link_best_mib": best, "link_least_ms": least}
+            line["missed"] = missed
+        lines.append(line)
+    note = (
         "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket counts that the "
         "wrapper really used; b* = √(s·o·w), at least the largest parameter. Predicted: the same "
         "with o and w of all-reduces alone, t = o + S/w, timed in the same run; a T* further than "
-        f"{MISS_TOLERANCE:.0%} from it is flagged.",
+        f"{MISS_TOLERANCE:.0%} from it is flagged."
     )
-
-
-def _prediction(
-    link: Any, size: float, least: float, found_ms: float | None
-) -> dict[str, float | bool | None]:
-    """Constants of all-reduces alone, the optimum that they predict, and whether it misses the
-    ``found_ms`` of the sweep."""
-    if not isinstance(link, dict):
-        return {}
-    cost, *_ = fit(link["size_bytes"], link["samples_ms"])
-    predicted = _optimum("predicted ", size, cost, least)
-    expected_ms = predicted[f"predicted {_LEAST}"]
-    missed = None
-    if expected_ms is not None and found_ms is not None:
-        missed = abs(found_ms - expected_ms) > MISS_TOLERANCE * expected_ms
-    return {
-        "all-reduce w (GB/s)": rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None,
-        "all-reduce o (µs)": rounded(cost.overhead_s * 1e6),
-        **predicted,
-        "prediction missed": missed,
-    }
-
-
-_LEAST = "least overhead T* (ms)"
-
-
-def _optimum(prefix: str, size: float, cost: Cost, least: float) -> dict[str, float | None]:
-    """The best bucket, no smaller than the largest parameter, and the overhead that is left."""
-    per_call, inverse = cost
-    best = max(float(np.sqrt(size * per_call / inverse)), least) if inverse > 0 else None
-    count = size / best if best else 1.0
-    overhead = size / count * inverse + count * per_call
-    return {
-        f"{prefix}best bucket b* (MiB)": rounded(best / 2**20) if best else None,
-        f"{prefix}{_LEAST}": rounded(1e3 * overhead),
-    }
+    keys = "cell s_mib w w_low w_high o o_low o_high best_mib least_ms link_w link_o "
+    keys += "link_best_mib link_least_ms missed"
+    named = {"o": "per call o (µs)"}
+    made = [_COLUMNS.table("Bucket overhead model", pd.DataFrame(lines), keys, note, named)]
+    return made if lines else []
 
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from bench_harness.training.settings import Settings
 
 _COLUMNS = row_tables.Columns(
-    Column("d_model", "d_model"),
-    Column("num_layers", "num_layers"),
-    Column("parameters", "parameters", "count"),
-    Column("attention", "attention"),
     Column("execution", "execution"),
     Column("warmup", "warm-up", "steps"),
     Column("tokens_s", "tokens/s"),
@@ -83,7 +78,6 @@ class Model(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, context length and number of warm-up steps."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         variants = [
             {"precision": precision, "attention": attention, "execution": execution}
             for precision, attention, execution in itertools.product(
@@ -92,13 +86,7 @@ class Model(Experiment):
                 chosen.executions,
             )
         ]
-        common: Row = {
-            "modes": list(chosen.modes),
-            "optimizer": "adamw",
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": device,
-        }
+        common = {**chosen.stored("modes samples interval max_seconds"), "optimizer": "adamw"}
         subjects = chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         return [
             Case(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import PRECISIONS, SIZES, billions
@@ -30,10 +29,6 @@ _COLUMNS = row_tables.Columns(
     Column("range", "part"),
     Column("gflop", "operations", "GFLOP"),
     Column("gflop_s", "achieved", "GFLOP/s"),
-    Column("kernel", "kernel"),
-    Column("work", "work"),
-    Column("count", "runs", "count"),
-    Column("total_ms", "total", "ms"),
     Column("share", "of the phase", "%"),
 )
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -76,16 +71,13 @@ class Profile(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size and context length."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
                 **subject,
-                "precision": chosen.precision,
+                **chosen.stored("precision warmup"),
                 "attention": "naive",  # the only one with separate softmax and products
                 "optimizer": "adamw",
-                "warmup": chosen.warmup,
                 "tool": "nsight" if chosen.nsight else "torch.profiler",
-                "device": device,
                 "label": f"profile {subject_label(subject, batch=False)} {chosen.precision}"
                 + " Nsight Systems" * chosen.nsight,
             }

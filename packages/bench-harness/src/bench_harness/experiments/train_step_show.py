@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
@@ -31,7 +32,6 @@ _COLUMNS = row_tables.Columns(
     Column("optimizer_ms_median", "optimizer alone", "ms"),
     Column("host_ms_median", "host", "ms"),
     Column("peak_gib", "peak memory", "GiB"),
-    Column("error", "why"),
     Column("moment", "moment"),
     Column("parameter_gib", "parameters", "GiB"),
     Column("gradient_gib", "gradients", "GiB"),
@@ -45,22 +45,13 @@ _COLUMNS = row_tables.Columns(
     Column("payload_mib", "payload", "MiB"),
     Column("communication_ms", "total", "ms"),
     Column("hidden_ms", "hidden", "ms"),
-    Column("exposed_ms", "exposed", "ms"),
     Column("exposed_min_ms", "exposed, least rank", "ms"),
-    Column("idle_ms", "idle", "ms"),
-    Column("spans", "spans"),
     Column("part", "part"),
     Column("spent_ms", "time", "ms"),
     Column("least_ms", "at the measured ceiling", "ms"),
     Column("reached", "of the ceiling", "%"),
-    Column("gathers", "gathers", "count"),
-    Column("late_gathers", "late", "count"),
-    Column("late_ms", "computation waited", "ms"),
     Column("late_max_ms", "on another rank up to", "ms"),
     Column("rank", "rank", "number"),
-    Column("number", "gather", "number"),
-    Column("unit", "unit"),
-    Column("gather_ms", "gather itself", "ms"),
 )
 _CELL = "model size batch sequence precision compile world_size"
 _ROW = f"{_CELL} variant"
@@ -102,60 +93,43 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             or timed["coursework"].map(lambda wanted: wanted is not False).any()
         ):
             made.append(_published(timed))
-        fitted = fit_table(timed)
-        if fitted is not None:
-            made.append(fitted)
+        made += fit_table(timed)
     return [table for table in made if len(table.frame)]
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds to each row its settings as columns, and how it compares with others of its case."""
-    known = frame["settings"].map(lambda table: isinstance(table, Mapping))
     for name in of.SHARED:
         frame[name] = [_setting(table, name) for table in frame["settings"]]
     frame["wrapper"] = [_setting(table, "wrapper", "name") for table in frame["settings"]]
-    medians = {
-        (row["case_key"], _identity(of.stored(row["settings"]))): row["median_ms"]
-        for _, row in frame[known].iterrows()
-    }
     frame["quotable"] = row_tables.steady(frame)
-    naive = {
-        row["case_key"]: row["samples_ms"]
-        for _, row in frame[known].iterrows()
-        if row["wrapper"] == "naive" and row["quotable"] and _are_samples(row.get("samples_ms"))
-    }
-    steady = {
-        (row["case_key"], _identity(of.stored(row["settings"]))): bool(row["quotable"])
-        for _, row in frame[known].iterrows()
-    }
-    bare, speedups, against = [], [], []
-    for _, row in frame.iterrows():
-        base, bound = float("nan"), (row["case_key"], "none")
-        if isinstance(row["settings"], Mapping):
-            variant = of.stored(row["settings"]).without_communication()
-            bound = (row["case_key"], _identity(variant))
-            base = medians.get(bound, base)
-        bare.append(base)
-        against.append(bool(row["quotable"]) and steady.get(bound, False))
-        own, slow = row.get("samples_ms"), naive.get(row["case_key"])
-        nothing = (float("nan"),) * 3
-        quotable = row["quotable"] and _are_samples(own) and _are_samples(slow)
-        speedups.append(ratio_interval(slow, own) if quotable else nothing)  # type: ignore[arg-type]
-    frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
-    frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
-    frame["exposed_quotable"] = against
+    every = [of.stored(each) if isinstance(each, Mapping) else None for each in frame["settings"]]
+    own = list(zip(frame["case_key"], map(repr, every), strict=True))
+    bare = [repr(each and each.without_communication()) for each in every]
+    bound = list(zip(frame["case_key"], bare, strict=True))
+    medians = dict(zip(own, frame["median_ms"], strict=True))
+    quotable = dict(zip(own, frame["quotable"], strict=True))
+    frame["exposed_step_ms"] = frame["median_ms"] - [medians.get(b, float("nan")) for b in bound]
+    frame["exposed_quotable"] = [
+        both and quotable.get(b, False) for both, b in zip(frame["quotable"], bound, strict=True)
+    ]
     frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
-    samples = frame["samples_ms"] if "samples_ms" in frame else [None] * len(frame)
+    samples = frame["samples_ms"] if "samples_ms" in frame else pd.Series(None, index=frame.index)
+    steady = samples.where(frame["quotable"] & samples.map(_are_samples))
+    naive = steady[frame["wrapper"] == "naive"].dropna()
+    slow = dict(zip(frame.loc[naive.index, "case_key"], naive, strict=True))
+    frame[["speedup", "speedup_low", "speedup_high"]] = [
+        ratio_interval(slow[case], times)
+        if case in slow and _are_samples(times)
+        else (float("nan"),) * 3
+        for case, times in zip(frame["case_key"], steady, strict=True)
+    ]
     frame["fastest_ms"] = [_of(min, times) for times in samples]
     frame["slowest_ms"] = [_of(max, times) for times in samples]
     for name in ("host_ms", "optimizer_ms"):
         if name in frame:
-            frame[f"{name}_median"] = [_of(_median, times) for times in frame[name]]
+            frame[f"{name}_median"] = [_of(statistics.median, times) for times in frame[name]]
     return frame
-
-
-def _identity(variant: of.Settings) -> str:
-    return repr(variant)
 
 
 def _setting(table: Any, *names: str) -> Any:
@@ -171,10 +145,6 @@ def _of(function: Any, times: Any) -> float:
 def _are_samples(samples: Any) -> TypeGuard[list[float]]:
     """Whether there are samples; a cell of a row that has none holds something else."""
     return isinstance(samples, list) and bool(samples)
-
-
-def _median(times: list[float]) -> float:
-    return float(pd.Series(times).median())
 
 
 def _steps(frame: pd.DataFrame) -> Table:
@@ -292,31 +262,20 @@ def _latest_gathers(profiled: pd.DataFrame) -> Table:
 
 def _published(done: pd.DataFrame) -> Table:
     done = done[done["wrapper"] != "none"]  # which is no implementation
-    means = dict(
-        zip(zip(done["case_key"], done["wrapper"], strict=True), done["mean_ms"], strict=True)
-    )
+    naive = done[done["wrapper"] == "naive"].set_index("case_key")["mean_ms"].to_dict()
+    names = [
+        _PUBLISHED.get(wrapper, wrapper if wrapper in ("naive", "flat") else label)
+        for wrapper, label in zip(done["wrapper"], done["variant"], strict=True)
+    ]
+    speedup = done["case_key"].map(naive).astype("float64") / done["mean_ms"]
+    frame = done.assign(implementation=names, speedup_vs_naive=speedup.round(4))
+    frame["avg_step_time_ms"] = done["mean_ms"].round(4)
+    renamed = frame.rename(columns={"size": "model_size"})
+    columns = "implementation model_size d_model num_layers world_size avg_step_time_ms "
+    columns += "speedup_vs_naive batch sequence precision"
     return Table(
         "Step times for comparison by column",
-        pd.DataFrame(
-            {
-                "implementation": [
-                    _PUBLISHED.get(wrapper, wrapper if wrapper in ("naive", "flat") else label)
-                    for wrapper, label in zip(done["wrapper"], done["variant"], strict=True)
-                ],
-                "model_size": done.get("size"),
-                "d_model": done.get("d_model"),
-                "num_layers": done.get("num_layers"),
-                "world_size": done["world_size"],
-                "avg_step_time_ms": done["mean_ms"].round(4),
-                "speedup_vs_naive": [
-                    round(means[case, "naive"] / mean, 4) if (case, "naive") in means else None
-                    for case, mean in zip(done["case_key"], done["mean_ms"], strict=True)
-                ],
-                "batch": done.get("batch"),
-                "sequence": done.get("sequence"),
-                "precision": done["precision"],
-            }
-        ).reset_index(drop=True),
+        renamed.reindex(columns=columns.split()).reset_index(drop=True),
         "The columns that other implementations of the assignment publish; the last three say "
         "which cell a line belongs to.",
     )

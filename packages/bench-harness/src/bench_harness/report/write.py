@@ -185,8 +185,5 @@ def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
 
 def markdown(table: Table) -> str:
     """A table as Markdown with its title and note."""
-    shown = table.frame.astype(object).map(lambda value: _escaped(cell(value)))
-    shown.columns = [_escaped(str(name)) for name in shown.columns]
-    text = shown.to_markdown(index=False, disable_numparse=True)
-    parts = [f"### {table.title}", text, table.note]
+    parts = [f"### {table.title}", grid(table.frame), table.note]
     return "\n\n".join(part for part in parts if part) + "\n"
