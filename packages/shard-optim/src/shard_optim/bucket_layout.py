@@ -558,6 +558,24 @@ class Place:
         return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """One tensor of a training run's state: where its elements lie, and this rank's of them."""
+
+    place: Place
+    tensor: Tensor
+
+    @property
+    def flat(self) -> Tensor:
+        """This rank's elements, as a vector."""
+        return self.place.flat(self.tensor)
+
+    @property
+    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
+        return self.tensor.dtype, tuple(self.place.size), *self.place.span
+
+
 def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
     """Where a tensor lies that every rank holds whole."""
     numel, size = tensor.numel(), tensor.size()

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.ranks import Ranks
+from shard_optim.bucket_layout import Row
 from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import all_gather_values, decode, encode
@@ -66,32 +67,12 @@ class Contents:
     identity: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """A rank's part of a tensor that is to be written.
-
-    Attributes:
-        values: the elements, one-dimensional.
-        first: place of the first of them in the whole tensor's memory order.
-        shape: of the whole tensor.
-    """
-
-    values: Tensor
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
-        return self.values.dtype, self.shape, self.first, self.values.numel()
-
-
 # --- writing ---------------------------------------------------------------------------------
 
 
 def write_folder(
     folder: str | Path,
-    ranges: Mapping[str, Range],
+    rows: Mapping[str, Row],
     values: Mapping[str, Any],
     ranks: Ranks,
     group: dist.ProcessGroup | None = None,
@@ -100,8 +81,8 @@ def write_folder(
 
     Args:
         folder: the same on every rank. It must not hold a checkpoint.
-        ranges: this rank's parts of tensors, by key; together, the ranks give each tensor once.
-        values: what ``exchange.encode`` accepts, by key. The first rank that gives a key counts.
+        rows: this rank's parts of tensors, by key; together, the ranks give each tensor once.
+        values: what ``encode`` accepts, by key. The first rank that gives a key counts.
         ranks: that hold the state.
         group: the ranks that write, if these are others.
 
@@ -116,14 +97,14 @@ def write_folder(
     folder = Path(folder)
 
     def prepare() -> Any:
-        described = {key: part.described for key, part in ranges.items()}
+        described = {key: row.described for key, row in rows.items()}
         encoded = {key: encode(value) for key, value in values.items()}  # refuses other objects
         folder.mkdir(parents=True, exist_ok=True)
         return described, encoded
 
     prepared = all_ranks(prepare)
     all_ranks(lambda: check_plans([described for described, _ in prepared]))
-    written = all_ranks(lambda: write_file(folder, rank, ranges))
+    written = all_ranks(lambda: write_file(folder, rank, rows))
 
     def finish() -> None:
         tensors: dict[str, StoredTensor] = {}
@@ -184,7 +165,7 @@ class _Checksummed:
         self._file.flush()
 
 
-def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
     """Writes one rank's file.
 
     Returns:
@@ -192,12 +173,12 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     """
     name, places = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
-        for key, part in ranges.items():
-            if not part.values.numel():
+        for key, row in rows.items():
+            if not row.place.span[1]:
                 continue
             stream, offset = _Checksummed(file), file.tell()
             # A copy, because torch.save would write everything that shares its memory.
-            torch.save(part.values.detach().to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
+            torch.save(row.flat.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
             length = file.tell() - offset
             places[key] = {
                 "file": name,
@@ -393,7 +374,7 @@ def together(
     Args:
         what: the call, in words.
         ranks: that make it.
-        call: returns what ``exchange.encode`` accepts.
+        call: returns what ``encode`` accepts.
         group: the ranks that make it, if these are others.
     """
     kind, problem, value = "", None, None

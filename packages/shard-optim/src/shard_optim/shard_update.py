@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Shard, flat_gradient
+from shard_optim.bucket_layout import Bucket, Place, Shard, flat_gradient
 from shard_optim.gradient_norm import in_dtype
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
@@ -385,6 +385,15 @@ class LocalOptimizer:
 
     # --- state -------------------------------------------------------------------------------
 
+    def places(self) -> dict[int, Place]:
+        """Where the state of each parameter that has a bucket lies, by its number."""
+        return {
+            index: bucket.place(position)
+            for step_group in self.step_groups
+            for bucket in step_group.fused
+            for position, index in enumerate(bucket.indices)
+        }
+
     def expose(self, state: MutableMapping[Tensor, Any]) -> None:
         """Fills ``state`` with this rank's state under the parameters' identity."""
         state.clear()
@@ -408,9 +417,7 @@ class LocalOptimizer:
                         yield shard, fused.state_of(shard, state[fused.tensor])
 
     @torch.no_grad()
-    def install(
-        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         """Replaces all state and hyperparameters, through the class's own loading.
 
         A master copy that ``states`` lacks is made anew from its parameter.

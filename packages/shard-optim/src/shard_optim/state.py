@@ -28,11 +28,9 @@ for bit on M, and one of stage 3 loads into stage 2.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
-from shard_optim.bucket_layout import Place, flat_slice, replicated_place
+from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
 from shard_optim.checkpoint_files import (
     METADATA,
     Contents,
-    Range,
     check_plans,
     read_contents,
     read_ranges,
@@ -56,22 +53,16 @@ from shard_optim.checkpoint_files import (
 )
 from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
+from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.json_messages import all_gather_values
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.optimizer_class import by_number, pack_groups, settings_of
-from shard_optim.origin import CHECKED, ORIGIN, sharded_in, sharded_of, watched
-from shard_optim.plain_state import check_full_state
+from shard_optim.optimizer_state import OptimizerState
+from shard_optim.origin import sharded_in, sharded_of
 from shard_optim.stored_tensor import StoredTensor
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
-    """One tensor of the state: where its elements lie, and the tensor with this rank's."""
-
-    place: Place
-    tensor: Tensor
+_REMEDY = "Load what was saved from them, with the same groups of parameters."
 
 
 # --- the four verbs --------------------------------------------------------------------------
@@ -162,16 +153,10 @@ def load(
     check_folder(folder)
     ranks, source, state = _parts(model, optimizer)
     contents = read_contents(folder, ranks)
-    wanted = _compare(contents, model, source, state, ranks)
+    wanted = _compare("a checkpoint", contents, model, source, state, ranks)
     spans = {key: place.span for key, place in wanted.items() if place.held}
     vectors = read_ranges(folder, contents, spans, ranks.shards)
-    if state is not None:
-        found = [key for key in vectors if key not in source]
-        moments = {key: wanted[key].shaped(vectors.pop(key)) for key in found}
-        state.install(moments, contents.values)
-    with torch.no_grad():
-        for key, vector in vectors.items():
-            source[key].tensor.copy_(source[key].place.shaped(vector))
+    _take(vectors.items(), wanted, source, state, contents.values)
 
 
 def full_state(
@@ -222,7 +207,7 @@ def full_state(
         }
     if state is not None:
         states = state.by_parameter({k: v for k, v in tensors.items() if k not in source}, values)
-        whole["optimizer"] = {"state": states, "param_groups": pack_groups(state.groups)}
+        whole["optimizer"] = {"state": states, "param_groups": values["header"]["param_groups"]}
     return whole
 
 
@@ -259,27 +244,20 @@ def load_full_state(
     if problem is not None:
         raise ValueError(
             "a full state dict must be of this model and optimizer class on the first rank, but "
-            f"{problem}. Load what was saved from them, with the same groups of parameters."
+            f"{problem}. {_REMEDY}"
         )
     kinds, values = described
-    tensors = {
-        key: StoredTensor(dtype=dtype, shape=size, parts=()) for key, (dtype, size) in kinds.items()
-    }
-    contents = Contents(tensors=tensors, values=values, identity="")
-    wanted = _compare(contents, model, source, target, ranks)
-    moments: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for key in [key for key in wanted if key not in source]:
-            place = wanted[key]
-            vector = _hand_out(key, given.get(key), tensors[key].dtype, place, ranks)
-            if place.held and target is not None:
-                moments[key] = place.shaped(vector.to(target.resting or vector.device))
-        for key, row in source.items():
-            vector = _hand_out(key, given.get(key), row.tensor.dtype, row.place, ranks)
-            row.tensor.copy_(row.place.shaped(vector))
-            del vector  # before the next one takes memory
-    if target is not None:
-        target.install(moments, values)
+    contents = Contents(
+        tensors={key: StoredTensor(dtype=kind, shape=size) for key, (kind, size) in kinds.items()},
+        values=values,
+        identity="",
+    )
+    wanted = _compare("a full state dict", contents, model, source, target, ranks)
+    handed_out = (
+        (key, _hand_out(key, given.get(key), kinds[key][0], place, ranks))
+        for key, place in wanted.items()
+    )
+    _take(handed_out, wanted, source, target, values)
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -321,278 +299,21 @@ def _keys_by_tensor(source: Mapping[str, Row]) -> dict[int, str]:
     return {id(row.tensor): key for key, row in source.items()}
 
 
-def _check_model(contents: Contents, source: Mapping[str, Row]) -> None:
-    """Raises unless a folder holds exactly the model's tensors, in its sizes and dtypes."""
-    of_model = [key for key in contents.tensors if key.startswith(("model.", "buffer."))]
-    if not of_model and "header" in contents.values:
-        raise ValueError(
-            "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
-            "from it, without model=."
-        )
-    if extra := [key for key in of_model if key not in source]:
-        raise ValueError(
-            f"the checkpoint must be of the same model, but it holds {extra[0]}, which this one "
-            "does not. Load another checkpoint."
-        )
+def _problem_of_model(contents: Contents, source: Mapping[str, Row]) -> str | None:
+    """Why a description does not hold exactly the model's tensors, in its sizes and dtypes."""
+    of_model = (key for key in contents.tensors if key.startswith(("model.", "buffer.")))
+    if (extra := next((key for key in of_model if key not in source), None)) is not None:
+        return f"it holds {extra}, which this one does not"
     for key, row in source.items():
         if key not in contents.tensors:
-            raise ValueError(
-                f"the checkpoint must hold {key}, but {key} is missing. Load one of the same model."
-            )
+            return f"it must hold {key}, but {key} is missing"
         stored, size = contents.tensors[key], row.place.size
         # Folders without contents.json give parameters as vectors.
         if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
-            raise ValueError(
-                f"the checkpoint must be of the same model, but {key} has shape "
-                f"{tuple(stored.shape)} in it, here {tuple(size)}. Load another checkpoint."
-            )
+            return f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
         if stored.dtype != row.tensor.dtype:
-            raise ValueError(
-                f"the checkpoint must have the model's dtypes, but {key} is {stored.dtype} in it, "
-                f"here {row.tensor.dtype}. Make the model in the dtype that it was saved in."
-            )
-
-
-# --- optimizers ------------------------------------------------------------------------------
-
-
-class OptimizerState:
-    """The table's rows of an optimizer, whatever its class and stage.
-
-    Args:
-        optimizer: the optimizer.
-        rank: this rank among those that hold the shards.
-
-    Attributes:
-        params: every parameter, by its number.
-        places: where each lies; None if the optimizer has given it no place, because it is frozen.
-        groups: the parameter groups.
-        resting: where state rests; None for the devices of the parameters.
-    """
-
-    def __init__(self, optimizer: Optimizer, rank: int) -> None:
-        self._optimizer = optimizer
-        self.groups = optimizer.param_groups
-        self.params = [param for group in self.groups for param in group["params"]]
-        self.resting: torch.device | None = None
-        self._cls = getattr(optimizer, "optimizer_cls", type(optimizer))
-        self.places: list[Place | None]
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.wait()
-            self.resting = torch.device("cpu") if optimizer.offload_state else None
-            self.places = optimizer.places()
-        else:
-            self.places = []
-            for index, param in enumerate(self.params):
-                of = sharded_of(param)
-                name = f"parameter {index}"
-                place = replicated_place(name, param, rank) if of is None else of.place
-                self.places.append(place)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The whole shape of each parameter."""
-        pairs = zip(self.places, self.params, strict=True)
-        return [tuple(p.shape if place is None else place.size) for place, p in pairs]
-
-    def name_of(self, index: int) -> str:
-        """A parameter's name, for errors."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            return self._optimizer.name_of(index)
-        return f"parameter {index}"
-
-    def header(self) -> dict[str, Any]:
-        """The same for every number of ranks, and for shards as for whole parameters."""
-        return {
-            "optimizer": self._cls.__qualname__,
-            "shapes": self.shapes,
-            "param_groups": pack_groups(self.groups),
-        }
-
-    def problem(self, state_dict: Any) -> str | None:
-        """Why a plain optimizer's state dict does not fit, or None."""
-        sharded = self._optimizer if isinstance(self._optimizer, ShardedOptimizer) else None
-        return check_full_state(
-            state_dict,
-            self.groups,
-            optimizer_cls=self._cls,
-            defaults=self._optimizer.defaults,
-            kwargs={} if sharded is None else sharded.class_arguments,
-            shapes={index: torch.Size(shape) for index, shape in enumerate(self.shapes)},
-            frozen=[index for index, place in enumerate(self.places) if place is None],
-            partition="flat" if sharded is None else sharded.partition,
-            name_of=self.name_of,
-        )
-
-    def _states(self) -> Mapping[int, Mapping[str, Any]]:
-        """This rank's state by parameter number."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            return self._optimizer.local.states()
-        state = self._optimizer.state
-        return {index: state[p] for index, p in enumerate(self.params) if p in state}
-
-    def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
-        """This rank's moments, and its small values by ``state.I.values``.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
-        tensors, values = self.split(self._states(), whole=False)
-        rows = {
-            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
-            for key, tensor in tensors.items()
-        }
-        return rows, values
-
-    def split(
-        self, states: Mapping[int, Mapping[str, Any]], *, whole: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments in states by parameter number, and their small values by keys of a folder.
-
-        Args:
-            states: of whole parameters, or of what this rank holds of them.
-            whole: which of these.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
-        for index, state in states.items():
-            place = self.places[index]
-            assert place is not None
-            form = place.size if whole else place.form
-            small = values.setdefault(f"state.{index}.values", {})
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    small[key] = copy.deepcopy(value)
-                # One value of a single number is small, except where only one rank has it.
-                elif value.shape == form and (value.ndim > 0 or not place.replicated):
-                    tensors[f"state.{index}.elements.{key}"] = value
-                elif value.numel() <= 1:
-                    # Copied, because the next step may change it in place while it is written.
-                    small[key] = value.detach().to("cpu", copy=True)
-                elif whole or place.whole_here:
-                    tensors[f"state.{index}.tensor.{key}"] = value
-                else:
-                    raise ValueError(
-                        "an optimizer of shards must keep one value per element or one per "
-                        f"parameter, but got {key!r} of shape {tuple(value.shape)} for a shard of "
-                        f"{tuple(form)}. Use an optimizer that treats every element alike."
-                    )
-        return tensors, values
-
-    def place_of(self, key: str, size: Sequence[int]) -> Place:
-        """Where a moment lies, by its key in a folder and, if it is no moment per element, size."""
-        _, index, kind, _ = key.split(".", 3)
-        place = self.places[int(index)]
-        assert place is not None
-        return place if kind == "elements" else _beside(place, torch.Size(size))
-
-    def places_in(self, contents: Contents) -> dict[str, Place]:
-        """Where each moment of a description lies here.
-
-        Raises:
-            ValueError: if it is of another class, of other groups or of other parameters.
-        """
-        if "header" not in contents.values:
-            raise ValueError(
-                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-                "from it, without optimizer=."
-            )
-        remedy = "Load it into the optimizer that it was saved from."
-        if problem := self._header_problem(contents.values["header"]):
-            raise ValueError(
-                f"a checkpoint must be of this model and optimizer class, but {problem}. {remedy}"
-            )
-        found = {}
-        for key, stored in contents.tensors.items():
-            if not key.startswith("state."):
-                continue
-            parts = key.split(".", 3)
-            known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
-            index = int(parts[1]) if known else -1
-            if not known or index >= len(self.places) or self.places[index] is None:
-                raise ValueError(
-                    f"the checkpoint must hold state of this optimizer's {len(self.places)} "
-                    f"trainable parameters only, but it holds {key} of shape {stored.shape}. "
-                    f"{remedy}"
-                )
-            place = found[key] = self.place_of(key, stored.shape)
-            if place.held and not place.whole_here and parts[2] == "tensor":
-                raise ValueError(
-                    "the checkpoint must keep one value per element or one per parameter, but got "
-                    f"{key}. {remedy}"
-                )
-            if stored.numel != place.size.numel():
-                raise ValueError(
-                    f"the checkpoint must hold {place.size.numel()} elements under {key}, but it "
-                    f"holds {stored.numel}. {remedy}"
-                )
-        return found
-
-    def _header_problem(self, header: Mapping[str, Any]) -> str | None:
-        """How the class, groups or shapes of a description differ, or None."""
-        ours = self.header()
-        if header["optimizer"] != ours["optimizer"]:
-            return f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
-        if problem := self.problem({"state": {}, "param_groups": header["param_groups"]}):
-            return problem
-        for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
-            if tuple(saved) != shape:
-                return f"{self.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
-        return None
-
-    def by_parameter(
-        self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> dict[int, dict[str, Any]]:
-        """State by parameter number and key, from moments and small values by their keys."""
-        states: dict[int, dict[str, Any]] = {}
-        for key, small in values.items():
-            parts = key.split(".")
-            if parts[0] == "state" and small:
-                states[int(parts[1])] = dict(small)
-        for key, value in moments.items():
-            _, index, _, name = key.split(".", 3)
-            states.setdefault(int(index), {})[name] = value
-        return dict(sorted(states.items()))
-
-    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state and the hyperparameters: the end of every load.
-
-        Args:
-            moments: the tensors that this rank keeps, by key.
-            values: the header, and small values of all parameters, by ``state.I.values``.
-        """
-        groups = values["header"]["param_groups"]
-        states = {
-            index: state
-            for index, state in self.by_parameter(moments, values).items()
-            if (place := self.places[index]) is not None and place.held
-        }
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.install(states, groups)
-            return
-        watched(self._optimizer)  # which then takes the origin out of what is loaded
-        packed = [
-            settings_of(group) | {"params": own["params"], ORIGIN: CHECKED}
-            for group, own in zip(groups, pack_groups(self.groups), strict=True)
-        ]
-        self._optimizer.load_state_dict({"state": states, "param_groups": packed})
-
-
-def _beside(place: Place, size: torch.Size) -> Place:
-    """Where a tensor of another size lies that belongs to a parameter with one owner."""
-    numel = size.numel()
-    return Place(
-        name=place.name,
-        size=size,
-        stride=torch.empty(size, device="meta").stride(),
-        span_of=lambda rank: None if place.span_of(rank) is None else (0, numel),
-        replicated=place.replicated,
-        rank=place.rank,
-        form=size if place.whole_here else torch.Size([0]),
-    )
+            return f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
+    return None
 
 
 # --- both ------------------------------------------------------------------------------------
@@ -621,9 +342,20 @@ def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerS
                 "optimizer must hold parameters of the sharded model only, but got "
                 f"{len(foreign)} others. Make it from the wrapper's parameters()."
             )
-    rank = ranks.shards.rank
-    state = None if optimizer is None else OptimizerState(optimizer, rank)
-    return ranks, _model_rows(model, rank), state
+    state = None
+    if isinstance(optimizer, ShardedOptimizer):
+        state = optimizer.own_state()
+    elif optimizer is not None:
+        shards = StatesOfShards(optimizer.param_groups, optimizer)
+        state = OptimizerState(
+            optimizer,
+            shards,
+            optimizer_cls=type(optimizer),
+            kwargs={},
+            name_of="parameter {}".format,
+            install=shards.install,
+        )
+    return ranks, _model_rows(model, ranks.shards.rank), state
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:
@@ -662,7 +394,7 @@ def _check_new(folder: str | Path) -> None:
 
 def _to_write(
     source: Mapping[str, Row], state: OptimizerState | None, *, detached: bool
-) -> tuple[dict[str, Range], dict[str, Any]]:
+) -> tuple[dict[str, Row], dict[str, Any]]:
     """This rank's part of the files. What all ranks hold whole, the first one writes."""
     rows: dict[str, Row] = dict(source)
     values: dict[str, Any] = {}
@@ -670,25 +402,24 @@ def _to_write(
         moments, values = state.rows()
         rows |= moments
         values["header"] = state.header()
-    ranges = {}
+    written = {}
     for key, row in rows.items():
-        first, count = row.place.span
-        one_of_several = row.place.replicated and row.place.rank > 0
-        if row.place.held and not one_of_several and (count or not row.place.size.numel()):
-            vector = row.place.flat(row.tensor)
-            vector = vector.to("cpu", copy=True) if detached else vector
-            ranges[key] = Range(values=vector, first=first, shape=tuple(row.place.size))
-    return ranges, values
+        place = row.place
+        one_of_several = place.replicated and place.rank > 0
+        if place.held and not one_of_several and (place.span[1] or not place.size.numel()):
+            copy = row.tensor.detach().to("cpu", copy=True) if detached else row.tensor
+            written[key] = Row(place=place, tensor=copy)
+    return written, values
 
 
 def _collect(
-    ranges: Mapping[str, Range],
+    rows: Mapping[str, Row],
     values: Mapping[str, Any],
     place_of: Callable[[str, Sequence[int]], Place],
     ranks: Ranks,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-    described = {key: part.described for key, part in ranges.items()}
+    described = {key: row.described for key, row in rows.items()}
     kind = "optimizer" if "header" in values else "model"
     words = f"the exchange of {kind} state descriptions"
     everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
@@ -706,7 +437,7 @@ def _collect(
                         place.size, place.stride, dtype=dtype, device="cpu"
                     )
                 target = tensors[key].as_strided((count,), (1,), first)
-            own = ranges[key].values if rank == ranks.rank else None
+            own = rows[key].flat if rank == ranks.rank else None
             ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
     return tensors, merged
 
@@ -777,17 +508,14 @@ def _describe(
         for key, value in tensors.items()
     }
     if target is not None:
-        if problem := target.problem(given["optimizer"]):
-            raise ValueError(problem)
-        moments, values = target.split(by_number(given["optimizer"]), whole=True)
-        groups = [dict(group) for group in given["optimizer"]["param_groups"]]
-        values["header"] = target.header() | {"param_groups": groups}
+        moments, values = target.take_apart(given["optimizer"], whole=True)
         kinds |= {key: (value.dtype, value.size()) for key, value in moments.items()}
         tensors |= moments
     return (kinds, values), tensors
 
 
 def _compare(
+    what: str,
     contents: Contents,
     model: nn.Module | None,
     source: Mapping[str, Row],
@@ -799,17 +527,53 @@ def _compare(
     Raises:
         ValueError: on every rank, if it is of others.
     """
-    wanted: dict[str, Place] = {}
+    tensors, has_optimizer = contents.tensors, "header" in contents.values
+    sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
+    if model is not None and has_optimizer and len(sizes) == len(tensors):
+        raise ValueError(
+            "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
+            "from it, without model=."
+        )
+    if state is not None and not has_optimizer:
+        raise ValueError(
+            "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+            "from it, without optimizer=."
+        )
+    places = {key: row.place for key, row in source.items()}
 
     def compare() -> None:
+        of, problem = "the same model", None
         if model is not None:
-            _check_model(contents, source)
-            wanted.update({key: row.place for key, row in source.items()})
+            problem = _problem_of_model(contents, source)
+        if state is not None and problem is None:
+            of, problem = "this model and optimizer class", state.problem(sizes, contents.values)
+        if problem is not None:
+            raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
         if state is not None:
-            wanted.update(state.places_in(contents))
+            places.update({key: state.place_of(key, size) for key, size in sizes.items()})
 
     together("loading a checkpoint", ranks.shards, compare)
-    return wanted
+    return places
+
+
+def _take(
+    vectors: Iterable[tuple[str, Tensor]],
+    wanted: Mapping[str, Place],
+    source: Mapping[str, Row],
+    state: OptimizerState | None,
+    values: Mapping[str, Any],
+) -> None:
+    """Makes this rank's elements, which have been compared, its state: the end of every load."""
+    moments: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for key, vector in vectors:
+            if key in source:
+                source[key].tensor.copy_(wanted[key].shaped(vector))
+            elif wanted[key].held:
+                moments[key] = wanted[key].shaped(vector.cpu())
+            del vector  # before the next one takes memory
+    if state is not None:
+        state.install(moments, values)
 
 
 def _hand_out(

@@ -57,7 +57,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
 
     @property
     def numel(self) -> int:
