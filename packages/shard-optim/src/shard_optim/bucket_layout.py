@@ -110,18 +110,6 @@ class BucketPlan:
         end = min(offset + numel, (rank + 1) * self.chunk)
         return Span(start=begin - offset, length=end - begin) if begin < end else None
 
-    def owners(self, position: int) -> list[int]:
-        """The ranks that own part of member ``position``, in ascending order."""
-        first = self.offsets[position] // max(self.chunk, 1)
-        last = (self.offsets[position] + max(self.numels[position], 1) - 1) // max(self.chunk, 1)
-        candidates = range(min(first, self.world_size - 1), min(last, self.world_size - 1) + 1)
-        return [rank for rank in candidates if self.span(position, rank) is not None]
-
-    def owned(self, rank: int) -> int:
-        """Elements of real parameters that ``rank`` owns."""
-        spans = (self.span(position, rank) for position in range(len(self.members)))
-        return sum(span.length for span in spans if span is not None)
-
 
 def plan_buckets(
     numels: Sequence[int],
@@ -616,10 +604,7 @@ class Placement:
         ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
-            and begins with smaller ones.
-
-    Raises:
-        ValueError: for an unknown partition, or a size that is not positive and finite.
+            and begins with smaller ones. See ``check_placement``.
 
     Attributes:
         bucket_size_mb: as given.
@@ -634,7 +619,6 @@ class Placement:
         partition: Partition,
         bucket_size_mb: float | None,
     ) -> None:
-        check_placement(partition, bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []

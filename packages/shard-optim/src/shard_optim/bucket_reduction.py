@@ -37,6 +37,8 @@ from shard_optim.refused_gradient import StandIn, gradient_of
 # buckets may always be in flight.
 MAX_BYTES_IN_FLIGHT = 1024**3
 
+_FLAGS = "the exchange of which parameters have gradients"
+
 
 @dataclass(eq=False)
 class BucketReduction:
@@ -119,7 +121,6 @@ class GradientReducer:
         self._was_paused = False  # since the last step
         self._dropped = False  # reduced gradients, and no backward since
         self._flags: tuple[Tensor, dist.Work | None] | None = None
-        self._ones: Tensor | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Hooks the parameters of new buckets; their place is at the end of the launch order."""
@@ -251,29 +252,25 @@ class GradientReducer:
         """Whether gradients have arrived that no pass has covered yet."""
         return any(reduction.arrived for reduction in self._reductions)
 
+    @property
+    def _all_present(self) -> bool:
+        return all(len(reduction.present) == reduction.size for reduction in self._reductions)
+
     def _exchange_flags(self) -> None:
         """Shares which parameters had a gradient; only a rank that lacked one reads the answer."""
-        if any(len(reduction.present) < reduction.size for reduction in self._reductions):
-            device = self._reductions[0].bucket.device
+        device = self._reductions[0].bucket.device
+        if self._all_present:  # needs no copy from the host
+            count = sum(reduction.size for reduction in self._reductions)
+            flags = torch.ones(count, dtype=torch.uint8, device=device)
+        else:
             present = [p in r.present for r in self._reductions for p in range(r.size)]
             flags = torch.tensor(present, dtype=torch.uint8, device=device)
-        else:
-            flags = self._all_present()
         work = None
         if self._ranks.size > 1:
-            what = "the exchange of which parameters have gradients"
             work = self._ranks.together(
-                what, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
+                _FLAGS, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
             )
         self._flags = (flags, work)
-
-    def _all_present(self) -> Tensor:
-        """Ones, shape (parameters,): always the same tensor, which a maximum leaves as it is."""
-        count = sum(reduction.size for reduction in self._reductions)
-        if self._ones is None or self._ones.numel() != count:
-            device = self._reductions[0].bucket.device
-            self._ones = torch.ones(count, dtype=torch.uint8, device=device)
-        return self._ones
 
     def slices(self) -> dict[Bucket, Tensor]:
         """After ``finish``: this rank's range of each bucket's averaged gradients."""
@@ -288,21 +285,14 @@ class GradientReducer:
 
         Finding them waits for the device, so only a rank that lacked a gradient looks.
         """
-        used = self._used()
-        if used is None:
+        if self._all_present:
             return frozenset()
-        numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
-        return frozenset(index for index, flag in zip(numbers, used, strict=True) if not flag)
-
-    def _used(self) -> list[int] | None:
-        """Whether each parameter had a gradient on any rank; None if this rank had all."""
-        if all(len(reduction.present) == reduction.size for reduction in self._reductions):
-            return None
         assert self._flags is not None
         flags, work = self._flags
         if work is not None:
-            self._ranks.call("the exchange of which parameters have gradients", work.wait)
-        return [int(flag) for flag in flags.tolist()]
+            self._ranks.call(_FLAGS, work.wait)
+        numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
+        return frozenset(n for n, flag in zip(numbers, flags.tolist(), strict=True) if not flag)
 
     def drop(self) -> None:
         """Forgets all gradients reduced since the last step, because the user does."""

@@ -42,30 +42,28 @@ def traced(what: str, unit: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"shard_optim::{what} ({unit})")
 
 
-def reduce_scatter(output: Tensor, flat: Tensor, communicator: Any) -> dist.Work:
-    """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets its n elements.
+def _asynchronous(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
+    """Options of a communicator's own method.
 
-    The communicator's own method, here and below: the functions of ``torch.distributed`` check
-    their arguments again at every call.
+    The functions of ``torch.distributed`` would check their arguments again at every call.
     """
-    options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     options.asyncOp = True
+    if operation is not None:
+        options.reduceOp = dist.ReduceOp(operation)
+    return options
+
+
+def reduce_scatter(output: Tensor, flat: Tensor, communicator: Any) -> dist.Work:
+    """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets n elements."""
+    options = _asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
     work: dist.Work = communicator._reduce_scatter_base(output, flat, options)
     return work
 
 
 def all_gather(flat: Tensor, owned: Tensor, communicator: Any) -> dist.Work:
     """Starts filling ``flat``, shape (world_size * n,), with each rank's n elements."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    work: dist.Work = communicator._allgather_base(flat, owned, options)
+    work: dist.Work = communicator._allgather_base(flat, owned, _asynchronous(AllgatherOptions()))
     return work
-
-
-def as_sent(values: Tensor) -> Tensor:
-    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def all_to_all(
@@ -76,12 +74,23 @@ def all_to_all(
     communicator: Any,
 ) -> dist.Work:
     """Starts sending each rank its part of ``sent``; ``received`` gets one part of every rank's."""
-    options = AllToAllOptions()
-    options.asyncOp = True
     work: dist.Work = communicator.alltoall_base(
-        received, sent, received_sizes, sent_sizes, options
+        received, sent, received_sizes, sent_sizes, _asynchronous(AllToAllOptions())
     )
     return work
+
+
+def start_all_reduce(
+    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Starts reducing each element of ``values`` over all ranks, in place."""
+    work: dist.Work = communicator.allreduce([values], _asynchronous(AllreduceOptions(), operation))
+    return work
+
+
+def as_sent(values: Tensor) -> Tensor:
+    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 class Communication(Protocol):
@@ -127,9 +136,7 @@ class GroupCollectives:
         """Starts averaging each input, of which each rank gets its range."""
         if self._one_by_one or len(inputs) == 1:
             return self._each(reduce_scatter, outputs, inputs)
-        options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        options.asyncOp = True
+        options = _asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
         work: Waitable = self._ranks.communicator.reduce_scatter_tensor_coalesced(
             list(outputs), list(inputs), options
         )
@@ -139,10 +146,8 @@ class GroupCollectives:
         """Starts filling each whole with every rank's part of it."""
         if self._one_by_one or len(wholes) == 1:
             return self._each(all_gather, wholes, parts)
-        options = AllgatherOptions()
-        options.asyncOp = True
         work: Waitable = self._ranks.communicator.allgather_into_tensor_coalesced(
-            list(wholes), list(parts), options
+            list(wholes), list(parts), _asynchronous(AllgatherOptions())
         )
         return work
 
@@ -182,17 +187,6 @@ def resolve_communication(
             f"({communication.group.group_name}). Build it from the same process group."
         )
     return communication
-
-
-def start_all_reduce(
-    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Starts reducing each element of ``values`` over all ranks, in place."""
-    options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(operation)
-    options.asyncOp = True
-    work: dist.Work = communicator.allreduce([values], options)
-    return work
 
 
 # Norms of equal tensors differ only where ranks run different hardware; those of gradients of

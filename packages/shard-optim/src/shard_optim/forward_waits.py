@@ -7,7 +7,6 @@ for everything inside it: a wait in the middle would cut its graph in two.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shard_optim.bucket_layout import Bucket
+from shard_optim.fully_sharded.unit_plan import is_compiled
 
 
 @dataclass(eq=False, kw_only=True)
@@ -181,9 +181,5 @@ def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` or ``torch.compile(module)`` made it so."""
     call = module._compiled_call_impl
-    if isinstance(call, WaitingCall):
-        return call.compiled
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported just to find out
-    return call is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    return call.compiled if isinstance(call, WaitingCall) else is_compiled(module)

@@ -7,11 +7,10 @@ every rank alike; the ranks compare such a change in the next backward (``histor
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_lite.errors import ModelMismatchError
+from ddp_lite.model import Structure
 from ddp_lite.ranks import Ranks, shortened
 from shard_optim.history import History
 
@@ -32,20 +31,7 @@ class StructureWatch:
         self._remember()
 
     def _remember(self) -> None:
-        modules = list(self._module.modules())
-        self._tables: list[dict[str, Any]] = [
-            table for m in modules for table in (m._parameters, m._buffers, m._modules)
-        ]
-        self._entries = sum(map(len, self._tables))
-        self._filled = [table for table in self._tables if table]
-        self._then = [dict(table) for table in self._filled]
-        # Equal numbers are equal, even if they are two parameters.
-        self._numbers = [
-            (table, name, value)
-            for table in self._filled
-            for name, value in table.items()
-            if isinstance(value, Tensor) and value.numel() == 1
-        ]
+        self._structure = Structure(self._module, buffers=True)
         self._described = {
             name: f"{tuple(tensor.shape)} {tensor.dtype}"
             for name, tensor in (
@@ -53,18 +39,6 @@ class StructureWatch:
                 *self._module.named_buffers(remove_duplicate=False),
             )
         }
-
-    def _is_as_before(self) -> bool:
-        if sum(map(len, self._tables)) != self._entries:
-            return False
-        try:
-            # Python compares values by identity first, so tensors are compared only if one was
-            # replaced by another; that raises unless both hold one number.
-            if self._filled != self._then:
-                return False
-        except RuntimeError:
-            return False
-        return all(table[name] is value for table, name, value in self._numbers)
 
     def check(self, step: int) -> None:
         """Compares the model with what it was at the last call.
@@ -75,7 +49,7 @@ class StructureWatch:
         Raises:
             ModelMismatchError: if a parameter was added or replaced.
         """
-        if self._is_as_before():
+        if self._structure.holds():
             return
         foreign = [
             f"{name} was {'replaced' if name in self._described else 'added'}"
