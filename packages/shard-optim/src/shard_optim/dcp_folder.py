@@ -24,6 +24,7 @@ from shard_optim.stored_tensor import (
     StoredTensor,
     damaged,
     dtype_named,
+    from_bytes,
     open_regular,
     read_small,
 )
@@ -84,11 +85,6 @@ def read_pickle(data: bytes) -> Any:
     return _PlainUnpickler(io.BytesIO(data)).load()
 
 
-def _attributes(made: Any) -> dict[str, Any]:
-    """The attributes of an object, by name."""
-    return dict(made.state)
-
-
 def _dtype(named: type[Made]) -> torch.dtype:
     """The dtype that a pickle names."""
     return dtype_named(named.name.removeprefix("torch."))
@@ -144,12 +140,11 @@ def _described(
     metadata: Any, crc_of: Mapping[str, int]
 ) -> tuple[dict[str, StoredTensor], dict[str, Part]]:
     """The tensors, and where the small values are, by key."""
-    top = _attributes(metadata)
+    top = metadata.state
     stored_at: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
     for index, info in top["storage_data"].items():
-        place = _attributes(index)
-        offset = _sizes(place["offset"]) if place.get("offset") else None
-        stored_at[place["fqn"], offset] = _attributes(info)
+        offset = _sizes(index.state["offset"]) if index.state.get("offset") else None
+        stored_at[index.state["fqn"], offset] = info.state
 
     def part_of(key: str, offsets: tuple[int, ...] | None, first: int, count: int) -> Part:
         info = stored_at[key, offsets]
@@ -167,18 +162,16 @@ def _described(
         if entry.name.endswith("BytesStorageMetadata"):
             places[key] = part_of(key, None, 0, 0)
             continue
-        fields = _attributes(entry)
         parts = []
-        for chunk in fields["chunks"]:
-            offsets = _sizes(_attributes(chunk)["offsets"])
-            sizes = _sizes(_attributes(chunk)["sizes"])
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             if len(sizes) != 1 and any(offsets):
                 raise ValueError(f"{key} is stored in blocks")
             first = offsets[0] if len(offsets) == 1 else 0
             parts.append(part_of(key, offsets, first, torch.Size(sizes).numel()))
         tensors[key] = StoredTensor(
-            dtype=_dtype(fields["properties"].state[0]),
-            shape=_sizes(fields["size"]),
+            dtype=_dtype(entry.state["properties"].state[0]),
+            shape=_sizes(entry.state["size"]),
             parts=tuple(sorted((p for p in parts if p.count), key=lambda part: part.first)),
         )
     return tensors, places
@@ -209,11 +202,7 @@ def _saved_value(saved: bytes) -> Any:
         if value.name == "torch._utils._rebuild_tensor_v2":
             storage, offset, size, stride, *_ = value.args
             _, kind, key, *_ = storage.args
-            data = bytearray(entry(f"data/{key}"))
-            dtype = _dtype_of_storage(kind.name)
-            flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else None
-            if flat is None:
-                return torch.empty(size, dtype=dtype, device="cpu")
+            flat = from_bytes(bytearray(entry(f"data/{key}")), _dtype_of_storage(kind.name))
             return flat.as_strided(size, stride, offset).clone()
         raise ValueError(f"it names {value.name}")
 

@@ -53,7 +53,7 @@ from shard_optim.optimizer_state import OptimizerState
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
-    check_parts,
+    check_loaded,
     describe,
     replaced,
     say_once,
@@ -150,7 +150,7 @@ class ShardedOptimizer(Optimizer):
             )
         check_class(optimizer_cls, kwargs)
         if offload_state:
-            check_offload(optimizer_cls, kwargs)
+            check_offload(kwargs)
         group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
@@ -563,21 +563,17 @@ class ShardedOptimizer(Optimizer):
             problem = state.problem(dict.fromkeys(moments), values)
         except ValueError as error:
             problem = str(error)
-        check_parts(self.mesh, [(given.get(ORIGIN), self._origin())], problem)
+        check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
         state.install(moments, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _origin(self) -> dict[str, Any]:
         """What of each parameter this rank owns, as which rank of how many, and when."""
-        places = self.local.places()
-        return describe(
-            rank=self.rank,
-            world_size=self.world_size,
-            stage=3 if self._over_shards else 1 if self._reducer is None else 2,
-            version=f"{self.mesh.name}.{self._steps}",
-            spans={index: place.span for index, place in places.items() if place.held},
-        ) | {"partition": self.partition}
+        held = {index: place for index, place in self.local.places().items() if place.held}
+        stage = 3 if self._over_shards else 1 if self._reducer is None else 2
+        origin = describe(self.mesh, self._steps, held, stage=stage)
+        return origin | {"partition": self.partition}
 
     def _install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         self.local.install(states, settings)

@@ -165,12 +165,10 @@ def fuse_shards(
         tensor = base
         if master_dtype is not None and master_dtype != bucket.dtype:
             tensor = base.to(master_dtype)
-            for shard in shards:
-                shard.tensor = (
-                    tensor
-                    if len(shards) == 1
-                    else tensor.narrow(0, shard.begin - first.begin, shard.span.length)
-                )
+            lengths = [shard.span.length for shard in shards]
+            parts = [tensor] if len(shards) == 1 else tensor.split(lengths)
+            for shard, part in zip(shards, parts, strict=True):
+                shard.tensor = part
         fused.append(
             FusedShard(
                 shards=tuple(shards),

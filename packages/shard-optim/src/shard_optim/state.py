@@ -29,7 +29,7 @@ for bit on M, and one of stage 3 loads into stage 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,13 @@ def save(
         CollectiveError: if a peer died or timed out, or could not write.
     """
     check_folder(folder)
-    ranks, source, state = _parts(model, optimizer)
+    table = _Table(model, optimizer)
+    ranks = table.ranks
     if background_group is None:
 
         def write() -> None:
             _check_new(folder)
-            write_folder(folder, *_to_write(source, state, detached=False), ranks.shards)
+            write_folder(folder, *table.to_write(detached=False), ranks.shards)
 
         # Replicas hold the same state.
         ranks.on_first_replica("saving a checkpoint", write)
@@ -113,9 +114,9 @@ def save(
     check_background_group(background_group, ranks)
     _wait_for_saving(background_group)
     _check_new(folder)
-    ranges, values = _to_write(source, state, detached=True) if ranks.first_replica else ({}, {})
+    rows, values = table.to_write(detached=True) if ranks.first_replica else ({}, {})
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
-    saving = pool.submit(write_folder, folder, ranges, values, ranks.shards, background_group)
+    saving = pool.submit(write_folder, folder, rows, values, ranks.shards, background_group)
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
@@ -151,12 +152,12 @@ def load(
         CollectiveError: if a peer died or timed out, or could not read.
     """
     check_folder(folder)
-    ranks, source, state = _parts(model, optimizer)
-    contents = read_contents(folder, ranks)
-    wanted = _compare("a checkpoint", contents, model, source, state, ranks)
+    table = _Table(model, optimizer)
+    contents = read_contents(folder, table.ranks)
+    wanted = table.places_in(contents, "a checkpoint")
     spans = {key: place.span for key, place in wanted.items() if place.held}
-    vectors = read_ranges(folder, contents, spans, ranks.shards)
-    _take(vectors.items(), wanted, source, state, contents.values)
+    vectors = read_ranges(folder, contents, spans, table.ranks.shards)
+    table.take(vectors.items(), wanted, contents.values)
 
 
 def full_state(
@@ -185,28 +186,24 @@ def full_state(
             cannot be divided.
         CollectiveError: if a peer died or timed out.
     """
-    ranks, source, state = _parts(model, optimizer)
+    table = _Table(model, optimizer)
     found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-
-    def place_of(key: str, size: Sequence[int]) -> Place:
-        return source[key].place if state is None or key in source else state.place_of(key, size)
-
-    def collect() -> None:
-        found.append(_collect(*_to_write(source, state, detached=False), place_of, ranks.shards))
-
-    ranks.on_first_replica("collecting the whole state", collect)
-    if not ranks.first:
+    table.ranks.on_first_replica(
+        "collecting the whole state", lambda: found.append(table.collect())
+    )
+    if not table.ranks.first:
         return None
     tensors, values = found[0]
     whole: dict[str, Any] = {}
     if model is not None:
-        key_of = _keys_by_tensor(source)
+        key_of = table.keys_by_tensor()
         whole["model"] = {
             name: tensors[key_of[id(value)]] if id(value) in key_of else value
             for name, value in _state_dict_of(model).items()
         }
-    if state is not None:
-        states = state.by_parameter({k: v for k, v in tensors.items() if k not in source}, values)
+    if table.state is not None:
+        moments = {key: value for key, value in tensors.items() if key not in table.rows}
+        states = table.state.by_parameter(moments, values)
         whole["optimizer"] = {"state": states, "param_groups": values["header"]["param_groups"]}
     return whole
 
@@ -232,11 +229,12 @@ def load_full_state(
             changed then.
         CollectiveError: if a peer died or timed out.
     """
-    ranks, source, target = _parts(model, optimizer)
+    table = _Table(model, optimizer)
+    ranks = table.ranks
     problem, described, given = None, None, dict[str, Tensor]()
     if ranks.first:
         try:
-            described, given = _describe(state, model, source, target)
+            described, given = table.describe(state)
         except ValueError as error:
             problem = str(error)
     words = "the exchange of what is loaded"
@@ -252,12 +250,12 @@ def load_full_state(
         values=values,
         identity="",
     )
-    wanted = _compare("a full state dict", contents, model, source, target, ranks)
+    wanted = table.places_in(contents, "a full state dict")
     handed_out = (
         (key, _hand_out(key, given.get(key), kinds[key][0], place, ranks))
         for key, place in wanted.items()
     )
-    _take(handed_out, wanted, source, target, values)
+    table.take(handed_out, wanted, values)
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -295,67 +293,225 @@ def _state_dict_of(model: nn.Module) -> dict[str, Any]:
     return dict(_inner(model).state_dict(keep_vars=True))
 
 
-def _keys_by_tensor(source: Mapping[str, Row]) -> dict[int, str]:
-    return {id(row.tensor): key for key, row in source.items()}
-
-
-def _problem_of_model(contents: Contents, source: Mapping[str, Row]) -> str | None:
-    """Why a description does not hold exactly the model's tensors, in its sizes and dtypes."""
-    of_model = (key for key in contents.tensors if key.startswith(("model.", "buffer.")))
-    if (extra := next((key for key in of_model if key not in source), None)) is not None:
-        return f"it holds {extra}, which this one does not"
-    for key, row in source.items():
-        if key not in contents.tensors:
-            return f"it must hold {key}, but {key} is missing"
-        stored, size = contents.tensors[key], row.place.size
-        # Folders without contents.json give parameters as vectors.
-        if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
-            return f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
-        if stored.dtype != row.tensor.dtype:
-            return f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
-    return None
-
-
 # --- both ------------------------------------------------------------------------------------
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerState | None]:
-    """The ranks that hold the state, the model's rows, and the optimizer's state.
+class _Table:
+    """The rows of a model and of an optimizer, and the ranks that hold them.
+
+    Args:
+        model: see ``save``.
+        optimizer: see ``save``.
 
     Raises:
         TypeError: if an argument is of another type, or nothing is sharded.
         ValueError: if the optimizer holds other parameters than the model's.
+
+    Attributes:
+        ranks: of both.
+        rows: the model's tensors, by their keys in a folder.
+        state: the optimizer's.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise _not_wrapped(model)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
-            "the one made from the wrapper's parameters()."
-        )
-    ranks = _ranks_of(model, optimizer)
-    if model is not None and optimizer is not None:
-        known = {id(param) for param in model.parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if foreign := [param for param in params if id(param) not in known]:
-            raise ValueError(
-                "optimizer must hold parameters of the sharded model only, but got "
-                f"{len(foreign)} others. Make it from the wrapper's parameters()."
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise _not_wrapped(model)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. "
+                "Pass the one made from the wrapper's parameters()."
             )
-    state = None
-    if isinstance(optimizer, ShardedOptimizer):
-        state = optimizer.own_state()
-    elif optimizer is not None:
-        shards = StatesOfShards(optimizer.param_groups, optimizer)
-        state = OptimizerState(
-            optimizer,
-            shards,
-            optimizer_cls=type(optimizer),
-            kwargs={},
-            name_of="parameter {}".format,
-            install=shards.install,
-        )
-    return ranks, _model_rows(model, ranks.shards.rank), state
+        self.ranks = _ranks_of(model, optimizer)
+        if model is not None and optimizer is not None:
+            known = {id(param) for param in model.parameters()}
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if foreign := [param for param in params if id(param) not in known]:
+                raise ValueError(
+                    "optimizer must hold parameters of the sharded model only, but got "
+                    f"{len(foreign)} others. Make it from the wrapper's parameters()."
+                )
+        self.state = None
+        if isinstance(optimizer, ShardedOptimizer):
+            self.state = optimizer.own_state()
+        elif optimizer is not None:
+            shards = StatesOfShards(optimizer.param_groups, optimizer)
+            self.state = OptimizerState(
+                optimizer,
+                shards,
+                optimizer_cls=type(optimizer),
+                kwargs={},
+                name_of="parameter {}".format,
+                install=shards.install,
+            )
+        self._model, self.rows = model, _model_rows(model, self.ranks.shards.rank)
+
+    def keys_by_tensor(self) -> dict[int, str]:
+        """The keys of the model's tensors, by their identity."""
+        return {id(row.tensor): key for key, row in self.rows.items()}
+
+    def to_write(self, *, detached: bool) -> tuple[dict[str, Row], dict[str, Any]]:
+        """This rank's part of a folder. What all ranks hold whole, the first one writes."""
+        rows, values = dict(self.rows), dict[str, Any]()
+        if self.state is not None:
+            moments, values = self.state.rows()
+            rows |= moments
+            values["header"] = self.state.header()
+        written = {}
+        for key, row in rows.items():
+            place = row.place
+            one_of_several = place.replicated and place.rank > 0
+            if place.held and not one_of_several and (place.span[1] or not place.size.numel()):
+                copy = row.tensor.detach().to("cpu", copy=True) if detached else row.tensor
+                written[key] = Row(place=place, tensor=copy)
+        return written, values
+
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
+        ranks = self.ranks.shards
+        rows, values = self.to_write(detached=False)
+        described = {key: row.described for key, row in rows.items()}
+        kind = "optimizer" if "header" in values else "model"
+        words = f"the exchange of {kind} state descriptions"
+        everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
+        check_plans([theirs for theirs, _ in everyone])
+        tensors: dict[str, Tensor] = {}
+        merged: dict[str, Any] = {}
+        for rank, (theirs, small) in enumerate(everyone):
+            merged = {**small, **merged}
+            for key, (dtype, shape, first, count) in theirs.items():
+                target = None
+                if ranks.rank == 0:
+                    if key not in tensors:
+                        place = self._place_of(key, shape)
+                        tensors[key] = torch.empty_strided(
+                            place.size, place.stride, dtype=dtype, device="cpu"
+                        )
+                    target = tensors[key].as_strided((count,), (1,), first)
+                own = rows[key].flat if rank == ranks.rank else None
+                ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
+        return tensors, merged
+
+    def describe(
+        self, given: Any
+    ) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
+        """A whole state as a folder would hold it.
+
+        Returns:
+            The description, which is dtypes and sizes by key, and values by key; and all tensors.
+
+        Raises:
+            ValueError: if it is no such state.
+        """
+        if not isinstance(given, Mapping):
+            raise ValueError(f"got {type(given).__name__}")
+        for name, asked in (("model", self._model), ("optimizer", self.state)):
+            if asked is not None and name not in given:
+                raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        if self._model is not None:
+            if not isinstance(given["model"], Mapping):
+                raise ValueError(f"got {type(given['model']).__name__} as its model")
+            key_of, own = self.keys_by_tensor(), _state_dict_of(self._model)
+            for name, value in given["model"].items():
+                if name not in own:
+                    raise ValueError(f"it holds {name}, which the model does not")
+                if id(own[name]) not in key_of:
+                    continue  # no tensor, such as a module's extra state
+                if not isinstance(value, Tensor) or value.is_meta:
+                    raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
+                tensors[key_of[id(own[name])]] = value
+        if self.state is not None:
+            moments, values = self.state.take_apart(given["optimizer"], whole=True)
+            tensors |= moments
+        # Values are copied into the model's dtype, as load_state_dict() does.
+        kinds = {
+            key: (self.rows[key].tensor.dtype if key in self.rows else value.dtype, value.size())
+            for key, value in tensors.items()
+        }
+        return (kinds, values), tensors
+
+    def places_in(self, contents: Contents, what: str) -> dict[str, Place]:
+        """Where each tensor of a description lies here, which must be of this model and optimizer.
+
+        Args:
+            contents: the description.
+            what: the thing described, for errors.
+
+        Raises:
+            ValueError: on every rank, if it is of others.
+        """
+        tensors, has_optimizer = contents.tensors, "header" in contents.values
+        sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
+        if self._model is not None and has_optimizer and len(sizes) == len(tensors):
+            raise ValueError(
+                "the checkpoint must hold a model, but it holds an optimizer alone. Load the "
+                "optimizer from it, without model=."
+            )
+        if self.state is not None and not has_optimizer:
+            raise ValueError(
+                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+                "from it, without optimizer=."
+            )
+        keys = [*self.rows, *(sizes if self.state is not None else ())]
+
+        def compare() -> None:
+            of, problem = "the same model", None
+            if self._model is not None:
+                problem = self._problem_of_model(tensors)
+            if self.state is not None and problem is None:
+                of = "this model and optimizer class"
+                problem = self.state.problem(sizes, contents.values)
+            if problem is not None:
+                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
+
+        together("loading a checkpoint", self.ranks.shards, compare)
+        return {key: self._place_of(key, tensors[key].shape) for key in keys}
+
+    def _place_of(self, key: str, size: Sequence[int]) -> Place:
+        if key in self.rows or self.state is None:
+            return self.rows[key].place
+        return self.state.place_of(key, size)
+
+    def _problem_of_model(self, tensors: Mapping[str, StoredTensor]) -> str | None:
+        """Why these are not exactly the model's tensors, in its sizes and dtypes."""
+        of_model = (key for key in tensors if key.startswith(("model.", "buffer.")))
+        if (extra := next((key for key in of_model if key not in self.rows), None)) is not None:
+            return f"it holds {extra}, which this one does not"
+        for key, row in self.rows.items():
+            if key not in tensors:
+                return f"it must hold {key}, but {key} is missing"
+            stored, size = tensors[key], row.place.size
+            # Folders without contents.json give parameters as vectors.
+            if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
+                return f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
+            if stored.dtype != row.tensor.dtype:
+                return f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
+        return None
+
+    def take(
+        self,
+        vectors: Iterable[tuple[str, Tensor]],
+        wanted: Mapping[str, Place],
+        values: Mapping[str, Any],
+    ) -> None:
+        """Makes this rank's elements, which have been compared, its state: the end of every load.
+
+        Args:
+            vectors: keys with this rank's elements.
+            wanted: where each tensor lies.
+            values: the small values, by key.
+        """
+        moments: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for key, vector in vectors:
+                if key in self.rows:
+                    self.rows[key].tensor.copy_(wanted[key].shaped(vector))
+                elif wanted[key].held:
+                    moments[key] = wanted[key].shaped(vector.cpu())
+                del vector  # before the next one takes memory
+        if self.state is not None:
+            self.state.install(moments, values)
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:
@@ -392,56 +548,6 @@ def _check_new(folder: str | Path) -> None:
         )
 
 
-def _to_write(
-    source: Mapping[str, Row], state: OptimizerState | None, *, detached: bool
-) -> tuple[dict[str, Row], dict[str, Any]]:
-    """This rank's part of the files. What all ranks hold whole, the first one writes."""
-    rows: dict[str, Row] = dict(source)
-    values: dict[str, Any] = {}
-    if state is not None:
-        moments, values = state.rows()
-        rows |= moments
-        values["header"] = state.header()
-    written = {}
-    for key, row in rows.items():
-        place = row.place
-        one_of_several = place.replicated and place.rank > 0
-        if place.held and not one_of_several and (place.span[1] or not place.size.numel()):
-            copy = row.tensor.detach().to("cpu", copy=True) if detached else row.tensor
-            written[key] = Row(place=place, tensor=copy)
-    return written, values
-
-
-def _collect(
-    rows: Mapping[str, Row],
-    values: Mapping[str, Any],
-    place_of: Callable[[str, Sequence[int]], Place],
-    ranks: Ranks,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-    described = {key: row.described for key, row in rows.items()}
-    kind = "optimizer" if "header" in values else "model"
-    words = f"the exchange of {kind} state descriptions"
-    everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
-    check_plans([theirs for theirs, _ in everyone])
-    tensors: dict[str, Tensor] = {}
-    merged: dict[str, Any] = {}
-    for rank, (theirs, small) in enumerate(everyone):
-        merged = {**small, **merged}
-        for key, (dtype, shape, first, count) in theirs.items():
-            target = None
-            if ranks.rank == 0:
-                if key not in tensors:
-                    place = place_of(key, shape)
-                    tensors[key] = torch.empty_strided(
-                        place.size, place.stride, dtype=dtype, device="cpu"
-                    )
-                target = tensors[key].as_strided((count,), (1,), first)
-            own = rows[key].flat if rank == ranks.rank else None
-            ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
-    return tensors, merged
-
-
 def _move(
     sent: Tensor | None, received: Tensor | None, owner: int, receiver: int, ranks: Ranks
 ) -> None:
@@ -466,114 +572,6 @@ def _move(
         arrived = torch.empty_like(received, device=at)
         finish(dist.irecv(as_sent(arrived), group=ranks.group, group_src=owner))
         received.copy_(arrived)
-
-
-def _describe(
-    given: Any,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    target: OptimizerState | None,
-) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
-    """A whole state as a folder would hold it.
-
-    Returns:
-        The description, which is dtypes and sizes by key, and values by key; and all tensors.
-
-    Raises:
-        ValueError: if it is no such state, or of another optimizer.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"got {type(given).__name__}")
-    for name, asked in (("model", model), ("optimizer", target)):
-        if asked is not None and name not in given:
-            raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    if model is not None:
-        if not isinstance(given["model"], Mapping):
-            raise ValueError(f"got {type(given['model']).__name__} as its model")
-        key_of = _keys_by_tensor(source)
-        own = _state_dict_of(model)
-        for name, value in given["model"].items():
-            if name not in own:
-                raise ValueError(f"it holds {name}, which the model does not")
-            if id(own[name]) not in key_of:
-                continue  # no tensor, such as a module's extra state
-            if not isinstance(value, Tensor) or value.is_meta:
-                raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-            tensors[key_of[id(own[name])]] = value
-    # Values are copied into the model's dtype, as load_state_dict() does.
-    kinds = {
-        key: (source[key].tensor.dtype if key in source else value.dtype, value.size())
-        for key, value in tensors.items()
-    }
-    if target is not None:
-        moments, values = target.take_apart(given["optimizer"], whole=True)
-        kinds |= {key: (value.dtype, value.size()) for key, value in moments.items()}
-        tensors |= moments
-    return (kinds, values), tensors
-
-
-def _compare(
-    what: str,
-    contents: Contents,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    state: OptimizerState | None,
-    ranks: Mesh,
-) -> dict[str, Place]:
-    """Where each tensor of a description lies here, which must be of this model and optimizer.
-
-    Raises:
-        ValueError: on every rank, if it is of others.
-    """
-    tensors, has_optimizer = contents.tensors, "header" in contents.values
-    sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
-    if model is not None and has_optimizer and len(sizes) == len(tensors):
-        raise ValueError(
-            "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
-            "from it, without model=."
-        )
-    if state is not None and not has_optimizer:
-        raise ValueError(
-            "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-            "from it, without optimizer=."
-        )
-    places = {key: row.place for key, row in source.items()}
-
-    def compare() -> None:
-        of, problem = "the same model", None
-        if model is not None:
-            problem = _problem_of_model(contents, source)
-        if state is not None and problem is None:
-            of, problem = "this model and optimizer class", state.problem(sizes, contents.values)
-        if problem is not None:
-            raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-        if state is not None:
-            places.update({key: state.place_of(key, size) for key, size in sizes.items()})
-
-    together("loading a checkpoint", ranks.shards, compare)
-    return places
-
-
-def _take(
-    vectors: Iterable[tuple[str, Tensor]],
-    wanted: Mapping[str, Place],
-    source: Mapping[str, Row],
-    state: OptimizerState | None,
-    values: Mapping[str, Any],
-) -> None:
-    """Makes this rank's elements, which have been compared, its state: the end of every load."""
-    moments: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for key, vector in vectors:
-            if key in source:
-                source[key].tensor.copy_(wanted[key].shaped(vector))
-            elif wanted[key].held:
-                moments[key] = wanted[key].shaped(vector.cpu())
-            del vector  # before the next one takes memory
-    if state is not None:
-        state.install(moments, values)
 
 
 def _hand_out(

@@ -85,6 +85,13 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
+def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
+    """The memory as a vector."""
+    if not memory:  # frombuffer refuses an empty one
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
+
+
 def coverage(numel: int, spans: Sequence[tuple[int, int]]) -> str | None:
     """How (first, count) pairs fail to cover a vector of ``numel`` elements, or None."""
     end = 0
@@ -183,9 +190,7 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
             target = memoryview(memory)[(begin - first) * size : (end - first) * size]
             if file.readinto(target) != len(target):  # type: ignore[attr-defined]
                 raise damaged(path, f"it ends before {key} does")
-    if not memory:  # frombuffer refuses an empty one
-        return torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return from_bytes(memory, tensor.dtype)
 
 
 def _checksum(file: BinaryIO, part: Part) -> int:

@@ -22,9 +22,9 @@ from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
     Sharded,
-    check_alike,
-    check_parts,
+    check_loaded,
     describe,
+    places_of,
     say_once,
     sharded_of,
 )
@@ -39,11 +39,11 @@ class OwnState:
     Args:
         module: whose parameters have been sharded.
         ranks: that train it.
-        version: gives the module's present version, the same on every rank.
+        moment: gives the number of forwards that have begun, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, ranks: Mesh, version: Callable[[], str]) -> None:
-        self._root, self._ranks, self._version = module, ranks, version
+    def __init__(self, module: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
+        self._root, self._ranks, self._moment = module, ranks, moment
         self._silent = False
         for each in module.modules():
             if each is module or any(_is_shard(param) for param in each.parameters()):
@@ -60,19 +60,8 @@ class OwnState:
             self._silent = False
 
     def _origin(self, module: nn.Module) -> dict[str, Any]:
-        shards = self._ranks.shards
-        found = ((n, sharded_of(p)) for n, p in module.named_parameters(recurse=False))
-        return describe(
-            rank=shards.rank,
-            world_size=shards.size,
-            stage=3,
-            version=self._version(),
-            spans={
-                name: each.place.span
-                for name, each in found
-                if each is not None and not each.place.replicated
-            },
-        )
+        places = places_of(module.named_parameters(recurse=False))
+        return describe(self._ranks, self._moment(), places)
 
     def _add_origin(
         self, module: nn.Module, _state_dict: Any, prefix: str, metadata: dict[str, Any]
@@ -106,9 +95,9 @@ class OwnState:
                 problem = problem or _shape_problem(name, found, given)
         if partial or problem is not None:
             origins = [] if problem else [(metadata.get(ORIGIN), self._origin(module))]
-            check_parts(self._ranks, origins, problem)
+            check_loaded(self._ranks, origins, problem=problem)
         else:
-            check_alike(self._ranks, None, _fingerprint(state_dict))
+            check_loaded(self._ranks, version=_fingerprint(state_dict))
         state_dict.update(taken)
 
 

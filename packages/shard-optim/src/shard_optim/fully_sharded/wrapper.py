@@ -28,7 +28,7 @@ from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
 from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import check_group, resolve_mesh
+from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 
 _COMPILE_UNITS = (
@@ -116,7 +116,6 @@ class FullyShardedDataParallel(TransparentWrapper):
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)
         super().__init__(module)
-        check_group(process_group)
         self.compute_dtype = compute_dtype
         self._cast_inputs = cast_inputs and compute_dtype is not None
         named = dict(module.named_parameters())
@@ -179,7 +178,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._calls = self._replace_calls(plans)
         self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
-        self.own_state = OwnState(module, self.ranks, self._moment)
+        self.own_state = OwnState(module, self.ranks, lambda: self.schedule.generation)
 
     # --- training ----------------------------------------------------------------------------
 
@@ -392,9 +391,6 @@ class FullyShardedDataParallel(TransparentWrapper):
                 Sharded(place=place, ranks=self.ranks, history=self.schedule.history),
             )
         watch_optimizers()
-
-    def _moment(self) -> str:
-        return f"{self.ranks.name}.{self.schedule.generation}"
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
