@@ -412,11 +412,6 @@ class Bucket:
                 [self.owned],
             )
 
-    @property
-    def gathering(self) -> bool:
-        """Whether an all-gather was launched and not awaited yet."""
-        return self._gather is not None
-
     def wait_gather(self) -> None:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
         if self._gather is not None:
@@ -638,7 +633,17 @@ class Placement:
         for (dtype, _), members in kinds.items():
             for plan in self._plan([params[index].numel() for index in members], dtype):
                 chosen = [members[position] for position in plan.members]
-                added.append(self._bucket(groups, chosen, plan))
+                added.append(
+                    Bucket(
+                        [params[index] for index in chosen],
+                        indices=chosen,
+                        names=[name_of(groups, index) for index in chosen],
+                        plan=plan,
+                        shaped=self._partition == "whole",
+                        communication=self._communication,
+                        ranks=self._ranks,
+                    )
+                )
         self.buckets += added
         return added
 
@@ -664,16 +669,4 @@ class Placement:
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,
             alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
-        )
-
-    def _bucket(self, groups: Groups, indices: Sequence[int], plan: BucketPlan) -> Bucket:
-        params = all_params(groups)
-        return Bucket(
-            [params[index] for index in indices],
-            indices=indices,
-            names=[name_of(groups, index) for index in indices],
-            plan=plan,
-            shaped=self._partition == "whole",
-            communication=self._communication,
-            ranks=self._ranks,
         )

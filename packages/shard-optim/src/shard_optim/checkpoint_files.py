@@ -97,13 +97,11 @@ def write_folder(
     folder = Path(folder)
 
     def prepare() -> Any:
-        described = {key: row.described for key, row in rows.items()}
-        encoded = {key: encode(value) for key, value in values.items()}  # refuses other objects
         folder.mkdir(parents=True, exist_ok=True)
-        return described, encoded
+        return {key: row.described for key, row in rows.items()}, values
 
     prepared = all_ranks(prepare)
-    all_ranks(lambda: check_plans([described for described, _ in prepared]))
+    check_plans([described for described, _ in prepared])
     written = all_ranks(lambda: write_file(folder, rank, rows))
 
     def finish() -> None:
@@ -116,8 +114,8 @@ def write_folder(
                 parts.sort(key=lambda part: part.first)
                 tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=tuple(parts))
         merged: dict[str, Any] = {}
-        for _, encoded in prepared:
-            merged = encoded | merged
+        for _, given in prepared:
+            merged = given | merged
         _write_descriptions(folder, tensors, merged)
 
     all_ranks(lambda: finish() if rank == 0 else None)
@@ -206,7 +204,7 @@ def _write_descriptions(
             }
             for key, tensor in tensors.items()
         },
-        "values": values,
+        "values": {key: encode(value) for key, value in values.items()},
     }
     line = json.dumps(content)
     _write_durably(folder / CONTENTS, f"{line}\n{zlib.crc32(line.encode())}\n".encode())

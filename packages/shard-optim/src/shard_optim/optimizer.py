@@ -60,7 +60,7 @@ from shard_optim.origin import (
     sharded_in,
     sharded_of,
 )
-from shard_optim.shard_update import LocalOptimizer
+from shard_optim.shard_update import MASTER, LocalOptimizer
 
 Overlap = Literal["next-forward"]
 
@@ -239,7 +239,11 @@ class ShardedOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
         if not self._exposed_is_current:
-            self.local.expose(self._exposed)
+            self._exposed.clear()
+            params = self.all_params()
+            for index, state in self.local.states().items():
+                if own := {key: value for key, value in state.items() if key != MASTER}:
+                    self._exposed[params[index]] = own
             self._exposed_is_current = True
         return self._exposed
 

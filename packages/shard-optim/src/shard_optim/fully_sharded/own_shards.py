@@ -7,7 +7,7 @@ and gathers what the step has updated. It is the counterpart of ``LocalOptimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,23 +47,15 @@ class StatesOfShards:
         """Where the state of each parameter lies, by its number."""
         return {index: self.place_of(p) for index, p in enumerate(all_params(self._groups))}
 
-    def _held(self) -> Iterable[tuple[int, Tensor, Tensor]]:
-        """Number, parameter and updated tensor of each parameter that this rank updates."""
-        for index, param in enumerate(all_params(self._groups)):
-            updated = self.updated(param)
-            if updated is not None:
-                yield index, param, updated
-
-    def expose(self, state: MutableMapping[Tensor, Any]) -> None:
-        """Fills ``state`` with this rank's state under the parameters' identity."""
-        found = self._optimizer.state
-        state.clear()
-        state.update({param: found[own] for _, param, own in self._held() if own in found})
+    def _held(self) -> list[tuple[int, Tensor]]:
+        """Number and updated tensor of each parameter that this rank updates."""
+        found = enumerate(map(self.updated, all_params(self._groups)))
+        return [(index, updated) for index, updated in found if updated is not None]
 
     def states(self) -> dict[int, dict[str, Any]]:
         """This rank's state by parameter number."""
         found = self._optimizer.state
-        return {index: dict(found[own]) for index, _, own in self._held() if own in found}
+        return {index: dict(found[own]) for index, own in self._held() if own in found}
 
     def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         """Replaces all state and hyperparameters, through the class's own loading."""
@@ -72,7 +64,7 @@ class StatesOfShards:
             members = list(range(number, number + len(local["params"])))
             packed.append(settings_of(new) | {"params": members, ORIGIN: CHECKED})
             number += len(members)
-        found = (states.get(index) for index, _, _ in self._held())
+        found = (states.get(index) for index, _ in self._held())
         own = {number: unshared(state) for number, state in enumerate(found) if state}
         with torch.no_grad():
             self._optimizer.load_state_dict({"state": own, "param_groups": packed})

@@ -9,8 +9,7 @@ part that has lost its metadata is refused, because nothing else tells it from a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,20 +43,10 @@ class OwnState:
 
     def __init__(self, module: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
         self._root, self._ranks, self._moment = module, ranks, moment
-        self._silent = False
         for each in module.modules():
             if each is module or any(_is_shard(param) for param in each.parameters()):
                 each.register_state_dict_post_hook(partial(self._add_origin))
                 each.register_load_state_dict_pre_hook(self._before_load)
-
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Within it, nobody is told that a state dict is a part."""
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
 
     def _origin(self, module: nn.Module) -> dict[str, Any]:
         places = places_of(module.named_parameters(recurse=False))
@@ -67,7 +56,7 @@ class OwnState:
         self, module: nn.Module, _state_dict: Any, prefix: str, metadata: dict[str, Any]
     ) -> None:
         metadata[ORIGIN] = self._origin(module)
-        if not prefix and not self._silent:
+        if not prefix:
             say_once(self, "model", self._ranks)
 
     def _before_load(

@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.deferred_hooks import DeferredHooks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
+from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
-from shard_optim.requires_grad_changes import agree_on_trainable
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -315,10 +315,8 @@ class Schedule:
                 for name, now, before in zip(self._names, trainable, self._trainable, strict=True)
                 if now != before
             ]
-            frozen = [name for name, now in changed if not now]
-            thawed = [name for name, now in changed if now]
             for ranks in reversed(self._ranks.levels):
-                agree_on_trainable(frozen, thawed, ranks)
+                agree_on_trainable(changed, ranks)
             self._trainable = trainable
 
     def _reduction_order(self) -> list[Unit]:

@@ -3,16 +3,28 @@
 A parameter that was not there at wrapping is in no unit: its gradient is never averaged, so every
 rank would train its own. One that was removed, and buffers, are what a program may change, but on
 every rank alike; the ranks compare such a change in the next backward (``history.py``).
+
+So is ``requires_grad``, but a collective cannot compare its changes, because a rank that has made
+none is running the collectives of its training step. Ranks that have changed something therefore
+meet through the process group's store first. The others find there, when their collectives time
+out, which change this rank waits for.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
 from ddp_lite.errors import ModelMismatchError
 from ddp_lite.model import Structure
-from ddp_lite.ranks import Ranks, shortened
+from ddp_lite.ranks import Ranks, name_ranks, shortened
 from shard_optim.history import History
+
+_ALIKE = (
+    "Change requires_grad of the same parameters on every rank, before the same forward, and "
+    "restart from the last checkpoint."
+)
 
 
 class StructureWatch:
@@ -74,3 +86,25 @@ class StructureWatch:
         ]
         if changes:
             self._history.note(shortened(changes))
+
+
+def agree_on_trainable(changed: Sequence[tuple[str, bool]], ranks: Ranks) -> None:
+    """Waits until every rank has frozen and unfrozen the same parameters as this one.
+
+    Args:
+        changed: names, and whether these parameters require gradients now.
+        ranks: the ranks.
+
+    Raises:
+        RuntimeError: if another rank changed other parameters, or none within the timeout.
+    """
+    frozen = [name for name, trainable in changed if not trainable]
+    verbs = (("froze", frozen), ("unfroze", [name for name, trainable in changed if trainable]))
+    words = " and ".join(f"{verb} {shortened(names)}" for verb, names in verbs if names)
+    if absent := ranks.absentees(f"it {words}, and waits for every rank to do so. {_ALIKE}"):
+        raise RuntimeError(
+            f"requires_grad must be changed alike on every rank, but rank {ranks.rank} {words}, "
+            f"and {name_ranks(absent)} changed nothing. {_ALIKE}"
+        )
+    facts = [(verb, name) for verb, names in verbs for name in names]
+    ranks.agree(facts, must="change requires_grad alike", remedy=_ALIKE)

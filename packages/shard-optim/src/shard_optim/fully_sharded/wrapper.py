@@ -151,12 +151,7 @@ class FullyShardedDataParallel(TransparentWrapper):
                 )
             )
         materialize(module.modules(), self.device, reset=reset)
-        self.slots = _assign_slots(
-            self.units,
-            [plan.repeated for plan in plans],
-            prefetch=prefetch,
-            reshard=reshard_after_forward,
-        )
+        self.slots = _assign_slots(self.units, prefetch=prefetch, reshard=reshard_after_forward)
         sharded = {id(param) for unit in self.units for param in unit.params}
         small = {name: param for name, param in named.items() if id(param) not in sharded}
         self._broadcast((*small.items(), *module.named_buffers()))
@@ -431,31 +426,20 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
 
-def _assign_slots(
-    units: list[Unit], repeated: list[bool], *, prefetch: int, reshard: bool
-) -> list[Slot]:
+def _assign_slots(units: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
     """Gives every unit its buffer: repeated ones take turns, the others have their own."""
+    rings: dict[Any, list[Unit]] = {}
+    for unit in units:
+        rings.setdefault(unit.gather_dtype if unit.repeated else unit, []).append(unit)
     slots = []
-    rings: dict[torch.dtype, list[Unit]] = {}
-    for unit, takes_turns in zip(units, repeated, strict=True):
-        if takes_turns:
-            rings.setdefault(unit.gather_dtype, []).append(unit)
-        else:
-            slots += _buffers_for([unit], prefetch=0, reshard=reshard)
     for ring in rings.values():
-        slots += _buffers_for(ring, prefetch=prefetch, reshard=reshard)
-    return slots
-
-
-def _buffers_for(ring: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
-    count = min(prefetch + 1, len(ring)) if reshard else len(ring)
-    dtype, device = ring[0].gather_dtype, ring[0].device
-    slots = []
-    for first in range(count):
-        takers = ring[first::count]
-        slots.append(Slot(max(unit.whole_numel for unit in takers), dtype, device))
-        for unit in takers:
-            unit.use(slots[-1])
-        if reshard:
-            slots[-1].free()
+        count = min(prefetch + 1, len(ring)) if reshard else len(ring)
+        for first in range(count):
+            takers = ring[first::count]
+            largest = max(unit.whole_numel for unit in takers)
+            slots.append(Slot(largest, ring[0].gather_dtype, ring[0].device))
+            for unit in takers:
+                unit.use(slots[-1])
+            if reshard:
+                slots[-1].free()
     return slots
