@@ -412,6 +412,11 @@ class Bucket:
                 [self.owned],
             )
 
+    @property
+    def gathering(self) -> bool:
+        """Whether an all-gather was launched and not awaited yet."""
+        return self._gather is not None
+
     def wait_gather(self) -> None:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
         if self._gather is not None:
@@ -455,19 +460,6 @@ def check_gradient(grad: Tensor | None, name: str) -> None:
             f"gradients must be dense, but got one of layout {grad.layout} for {name}. "
             "Use sparse=False in its embedding."
         )
-
-
-def flat_gradient(param: Tensor, name: str) -> Tensor | None:
-    """The gradient as a vector in its parameter's own memory order, or None.
-
-    No copy, except of a gradient whose strides differ from its parameter's.
-
-    Raises:
-        ValueError: for a sparse gradient.
-    """
-    grad = param.grad
-    check_gradient(grad, name)
-    return None if grad is None else in_memory_order(grad, param)
 
 
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks
+from ddp_lite.ranks import Ranks, start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_layout import Bucket, check_gradient
-from shard_optim.communication import Communication, start_all_reduce
+from shard_optim.communication import Communication
 from shard_optim.refused_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
@@ -232,20 +232,15 @@ class GradientReducer:
         for reduction in self._reductions:
             for param, name in zip(reduction.bucket.params, reduction.bucket.names, strict=True):
                 if gradient_of(param) is not None:
-                    raise RuntimeError(self._left_over(name))
-
-    def _left_over(self, name: str) -> str:
-        if self._was_paused:
-            return (
-                f"all gradients must be reduced before a step, but {name} has one that was "
-                "accumulated after the last reduction. Leave the last backward before a step out "
-                "of no_sync()"
-            )
-        return (
-            f"gradients must be averaged once, but {name} has one again after its reduction. If "
-            "the model is in a data-parallel wrapper, use the model without it, or leave out "
-            "reduce_gradients=True"
-        )
+                    raise RuntimeError(
+                        f"all gradients must be reduced before a step, but {name} has one that was "
+                        "accumulated after the last reduction. Leave the last backward before a "
+                        "step out of no_sync()"
+                        if self._was_paused
+                        else f"gradients must be averaged once, but {name} has one again after its "
+                        "reduction. If the model is in a data-parallel wrapper, use the model "
+                        "without it, or leave out reduce_gradients=True"
+                    )
 
     @property
     def active(self) -> bool:
@@ -268,7 +263,7 @@ class GradientReducer:
         work = None
         if self._ranks.size > 1:
             work = self._ranks.together(
-                _FLAGS, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
+                _FLAGS, start_all_reduce, self._ranks.communicator, flags, dist.ReduceOp.MAX
             )
         self._flags = (flags, work)
 

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
-    AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
 )
 
 from ddp_lite.errors import PeerFailureError
-from ddp_lite.ranks import Ranks, all_reduce, backend_for
+from ddp_lite.ranks import Ranks, all_reduce, asynchronous, backend_for
 from ddp_lite.reduce import Reduction, Waitable
 
 _NO_RANGE = nullcontext()
@@ -42,27 +41,16 @@ def traced(what: str, unit: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(f"shard_optim::{what} ({unit})")
 
 
-def _asynchronous(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
-    """Options of a communicator's own method.
-
-    The functions of ``torch.distributed`` would check their arguments again at every call.
-    """
-    options.asyncOp = True
-    if operation is not None:
-        options.reduceOp = dist.ReduceOp(operation)
-    return options
-
-
 def reduce_scatter(output: Tensor, flat: Tensor, communicator: Any) -> dist.Work:
     """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets n elements."""
-    options = _asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
+    options = asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
     work: dist.Work = communicator._reduce_scatter_base(output, flat, options)
     return work
 
 
 def all_gather(flat: Tensor, owned: Tensor, communicator: Any) -> dist.Work:
     """Starts filling ``flat``, shape (world_size * n,), with each rank's n elements."""
-    work: dist.Work = communicator._allgather_base(flat, owned, _asynchronous(AllgatherOptions()))
+    work: dist.Work = communicator._allgather_base(flat, owned, asynchronous(AllgatherOptions()))
     return work
 
 
@@ -75,16 +63,8 @@ def all_to_all(
 ) -> dist.Work:
     """Starts sending each rank its part of ``sent``; ``received`` gets one part of every rank's."""
     work: dist.Work = communicator.alltoall_base(
-        received, sent, received_sizes, sent_sizes, _asynchronous(AllToAllOptions())
+        received, sent, received_sizes, sent_sizes, asynchronous(AllToAllOptions())
     )
-    return work
-
-
-def start_all_reduce(
-    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Starts reducing each element of ``values`` over all ranks, in place."""
-    work: dist.Work = communicator.allreduce([values], _asynchronous(AllreduceOptions(), operation))
     return work
 
 
@@ -136,7 +116,7 @@ class GroupCollectives:
         """Starts averaging each input, of which each rank gets its range."""
         if self._one_by_one or len(inputs) == 1:
             return self._each(reduce_scatter, outputs, inputs)
-        options = _asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
+        options = asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
         work: Waitable = self._ranks.communicator.reduce_scatter_tensor_coalesced(
             list(outputs), list(inputs), options
         )
@@ -147,7 +127,7 @@ class GroupCollectives:
         if self._one_by_one or len(wholes) == 1:
             return self._each(all_gather, wholes, parts)
         work: Waitable = self._ranks.communicator.allgather_into_tensor_coalesced(
-            list(wholes), list(parts), _asynchronous(AllgatherOptions())
+            list(wholes), list(parts), asynchronous(AllgatherOptions())
         )
         return work
 
@@ -246,15 +226,15 @@ def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     norms = [
         torch.tensor(-1.0, device=device)
         if tensor is None
-        else torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).to(device)
+        else torch.linalg.vector_norm(
+            tensor,
+            dtype=torch.promote_types(
+                tensor.dtype, torch.complex64 if tensor.is_complex() else torch.float32
+            ),
+        ).to(device)
         for tensor in tensors
     ]
     return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    narrow = torch.complex64 if tensor.is_complex() else torch.float32
-    return torch.promote_types(tensor.dtype, narrow)
 
 
 def _weights(name: str, low: float, high: float) -> str:

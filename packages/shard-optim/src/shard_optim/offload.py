@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shard_optim.bucket_layout import MIB
 from shard_optim.optimizer_class import as_groups, default_settings, settings_of
-
-MIB = 1024**2
 
 
 class OffloadedOptimizer(Optimizer):

@@ -194,14 +194,21 @@ class ShardedOptimizer(Optimizer):
                 owner="ShardedOptimizer",
             )
         else:
-            _refuse_options(
-                process_group=process_group,
-                bucket_size_mb=bucket_size_mb,
-                master_dtype=master_dtype,
-                reduce_gradients=reduce_gradients or None,
-                overlap=overlap,
-                communication=communication,
-            )
+            given = {
+                "process_group": process_group,
+                "bucket_size_mb": bucket_size_mb,
+                "master_dtype": master_dtype,
+                "reduce_gradients": reduce_gradients or None,
+                "overlap": overlap,
+                "communication": communication,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must be left out over the parameters of a "
+                        "FullyShardedDataParallel, which averages, gathers and casts itself, but "
+                        f"got {value!r}. Pass it to the model, if it has such an argument."
+                    )
             self.mesh = over.ranks
             update = OwnShards if partition == "flat" else WholeMatrices
             self.local = update(self.param_groups, make, kwargs)
@@ -382,27 +389,22 @@ class ShardedOptimizer(Optimizer):
         # First, because a rank that lacks a gradient has launched fewer reductions so far.
         if self._reducer is not None:
             self._reducer.finish()
-        if not self._first_step_checked:
-            self._check_first_step()
         self.wait()
+        if not self._first_step_checked:
+            for index, param in enumerate(self.all_params() if self._reducer is None else ()):
+                check_gradient(param.grad, self.name_of(index))
+            check_first_step(
+                self.all_params(),
+                gradients=self._reducer is None,
+                name_of=self.name_of,
+                ranks=self.ranks,
+            )
+            self._first_step_checked = True
         if self._reducer is None:
             self.local.take_gradients()
         elif isinstance(self.local, LocalOptimizer):
             self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
-
-    def _check_first_step(self) -> None:
-        self.wait()
-        if self._reducer is None:
-            for index, param in enumerate(self.all_params()):
-                check_gradient(param.grad, self.name_of(index))
-        check_first_step(
-            self.all_params(),
-            gradients=self._reducer is None,
-            name_of=self.name_of,
-            ranks=self.ranks,
-        )
-        self._first_step_checked = True
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
@@ -584,18 +586,3 @@ class ShardedOptimizer(Optimizer):
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
         self._exposed_is_current = False
-
-
-def _refuse_options(**options: Any) -> None:
-    """Refuses what the parameters of a sharded model leave nothing to choose about.
-
-    Raises:
-        ValueError: naming the first option that was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} must be left out over the parameters of a FullyShardedDataParallel, which "
-                f"averages, gathers and casts itself, but got {value!r}. Pass it to the model, if "
-                "it has such an argument."
-            )

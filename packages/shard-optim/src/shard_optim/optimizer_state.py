@@ -25,7 +25,6 @@ from shard_optim.optimizer_class import (
     by_number,
     foreign_hyperparameters,
     pack_groups,
-    settings_of,
     state_keys,
 )
 from shard_optim.shard_update import MASTER, LocalOptimizer
@@ -227,7 +226,7 @@ class OptimizerState:
     def _problems_of_names(self, groups: Groups, kept: Mapping[int, set[str]]) -> Iterator[str]:
         index = 0
         for number, group in enumerate(groups):
-            expected = state_keys(self._cls, settings_of(group), self._kwargs)
+            expected = state_keys(self._cls, group, self._kwargs)
             for _ in group["params"]:
                 found = kept.get(index, set()) - {MASTER}
                 index += 1

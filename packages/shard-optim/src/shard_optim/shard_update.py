@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place, Shard, flat_gradient
+from shard_optim.bucket_layout import Bucket, Place, Shard, check_gradient, in_memory_order
 from shard_optim.gradient_norm import in_dtype
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
@@ -215,24 +215,6 @@ class StepGroup:
         _replace(tensors, fused.tensor, [part.tensor for part in parts])
         return parts
 
-    def split_by_gradient_presence(self, bucket: Bucket, unused: frozenset[int]) -> None:
-        """Splits the fused shards in which only some of the parameters have a gradient.
-
-        Args:
-            bucket: one of its own.
-            unused: numbers of parameters that had no gradient on any rank.
-        """
-        for fused in list(self.fused[bucket]):
-            without = sum(shard.index in unused for shard in fused.shards)
-            if 0 < without < len(fused.shards):
-                self.split(bucket, fused)
-
-    def write_back_masters(self) -> None:
-        """Rounds updated master copies into the parameters."""
-        mastered = [fused for fused in self.all_fused() if fused.has_master]
-        if mastered:
-            torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
-
 
 class LocalOptimizer:
     """Updates this rank's shards with the hyperparameters of the groups of whole parameters.
@@ -327,7 +309,9 @@ class LocalOptimizer:
                 step_group.checked = True
                 for fused in step_group.all_fused():
                     check_elementwise_state(optimizer, fused.tensor)
-            step_group.write_back_masters()
+            mastered = [fused for fused in step_group.all_fused() if fused.has_master]
+            if mastered:  # updated, and rounded into the parameters
+                torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused
         for group, settings in zip(groups, changed, strict=True):
             group.update(settings)
@@ -339,10 +323,12 @@ class LocalOptimizer:
         """Gives every shard its slice of its parameter's own gradient."""
         for fused in self._all_fused():
             (shard,) = fused.shards
-            grad = flat_gradient(shard.param, shard.name)
+            grad = shard.param.grad
+            check_gradient(grad, shard.name)
             if grad is None:
                 fused.tensor.grad = None
                 continue
+            grad = in_memory_order(grad, shard.param)
             if shard.span.length != grad.numel():
                 grad = grad.narrow(0, shard.span.start, shard.span.length)
             fused.give_gradient(grad)
@@ -356,8 +342,10 @@ class LocalOptimizer:
         """
         for step_group in self.step_groups:
             for bucket in step_group.fused:
-                if unused:
-                    step_group.split_by_gradient_presence(bucket, unused)
+                for fused in list(step_group.fused[bucket]) if unused else ():
+                    without = sum(shard.index in unused for shard in fused.shards)
+                    if 0 < without < len(fused.shards):
+                        step_group.split(bucket, fused)
                 averaged = slices[bucket]
                 for fused in step_group.fused[bucket]:
                     if fused.shards[0].index in unused:
@@ -412,39 +400,37 @@ class LocalOptimizer:
         A master copy that ``states`` lacks is made anew from its parameter.
         """
         for step_group in self.step_groups:
-            found = self._found(step_group, states)
+            found: dict[Tensor, dict[str, Any]] = {}
+            for bucket, several in step_group.fused.items():
+                for fused in list(several):
+                    found |= self._found(step_group, bucket, fused, states)
             packed: dict[str, Any] = {"state": {}, "param_groups": []}
             number = 0
             for local, new in zip(step_group.optimizer.param_groups, settings, strict=False):
-                first = number
-                for tensor in local["params"]:
-                    if found[tensor]:
-                        packed["state"][number] = found[tensor]
-                    number += 1
-                members = list(range(first, number))
-                packed["param_groups"].append(settings_of(new) | {"params": members})
+                members = range(number, number := number + len(local["params"]))
+                given = zip(members, map(found.get, local["params"]), strict=True)
+                packed["state"].update({member: state for member, state in given if state})
+                packed["param_groups"].append(settings_of(new) | {"params": list(members)})
             step_group.optimizer.load_state_dict(packed)
 
     @staticmethod
     def _found(
-        step_group: StepGroup, states: Mapping[int, Mapping[str, Any]]
+        step_group: StepGroup,
+        bucket: Bucket,
+        fused: FusedShard,
+        states: Mapping[int, Mapping[str, Any]],
     ) -> dict[Tensor, dict[str, Any]]:
         """The state to load, by the tensor that the optimizer updates; fills master copies."""
-        found: dict[Tensor, dict[str, Any]] = {}
-        for bucket in step_group.fused:
-            for fused in list(step_group.fused[bucket]):
-                given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
-                for shard, state in zip(fused.shards, given, strict=True):
-                    master = state.pop(MASTER, shard.view)
-                    if shard.has_master:
-                        shard.tensor.copy_(master)
-                joined = given[0] if len(given) == 1 else fused.joined_state(given)
-                if joined is not None:
-                    found[fused.tensor] = joined
-                    continue
-                for part, state in zip(step_group.split(bucket, fused), given, strict=True):
-                    found[part.tensor] = state
-        return found
+        given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
+        for shard, state in zip(fused.shards, given, strict=True):
+            master = state.pop(MASTER, shard.view)
+            if shard.has_master:
+                shard.tensor.copy_(master)
+        joined = given[0] if len(given) == 1 else fused.joined_state(given)
+        if joined is not None:
+            return {fused.tensor: joined}
+        parts = step_group.split(bucket, fused)
+        return {part.tensor: state for part, state in zip(parts, given, strict=True)}
 
 
 def _neighbourhoods(buckets: Sequence[Bucket]) -> list[list[Bucket]]:

@@ -62,6 +62,9 @@ from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
 from shard_optim.stored_tensor import StoredTensor
 
+# The last save in the background, by the name of its group.
+_saving: dict[str, Future[None]] = {}
+
 _PREFIX = "whole."
 _REMEDY = "Load what was saved from them, with the same groups of parameters."
 
@@ -113,7 +116,8 @@ def save(
         ranks.on_first_replica("saving a checkpoint", write)
         return None
     check_background_group(background_group, ranks)
-    _wait_for_saving(background_group)
+    if (earlier := _saving.pop(background_group.group_name, None)) is not None:
+        earlier.exception()  # waits; what it raised is its future's to tell
     _check_new(folder)
     rows, values = table.to_write(detached=True) if ranks.first_replica else ({}, {})
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
@@ -121,15 +125,6 @@ def save(
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
-
-
-_saving: dict[str, Future[None]] = {}
-
-
-def _wait_for_saving(group: dist.ProcessGroup) -> None:
-    """Returns when no thread uses the group any more; what it raised is its future's to tell."""
-    if (earlier := _saving.pop(group.group_name, None)) is not None:
-        earlier.exception()
 
 
 def load(

@@ -20,7 +20,6 @@ from shard_optim.json_messages import tensor_bytes
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
-    Sharded,
     check_loaded,
     describe,
     places_of,
@@ -44,7 +43,8 @@ class OwnState:
     def __init__(self, module: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
         self._root, self._ranks, self._moment = module, ranks, moment
         for each in module.modules():
-            if each is module or any(_is_shard(param) for param in each.parameters()):
+            places = places_of(each.named_parameters()).values()
+            if each is module or not all(place.replicated for place in places):
                 each.register_state_dict_post_hook(partial(self._add_origin))
                 each.register_load_state_dict_pre_hook(self._before_load)
 
@@ -80,27 +80,18 @@ class OwnState:
                 taken[name] = flat_slice(given, place.size, place.stride, *place.span)
             elif given.shape == place.form:
                 partial = True
-            else:
-                problem = problem or _shape_problem(name, found, given)
+            elif problem is None:
+                problem = (
+                    f"{name} must have its whole shape {tuple(place.size)}, or "
+                    f"{tuple(place.form)} as this rank's shard of {self._ranks.shards.size}, but "
+                    f"got {tuple(given.shape)}"
+                )
         if partial or problem is not None:
             origins = [] if problem else [(metadata.get(ORIGIN), self._origin(module))]
             check_loaded(self._ranks, origins, problem=problem)
         else:
             check_loaded(self._ranks, version=_fingerprint(state_dict))
         state_dict.update(taken)
-
-
-def _is_shard(param: Tensor) -> bool:
-    found = sharded_of(param)
-    return found is not None and not found.place.replicated
-
-
-def _shape_problem(name: str, found: Sharded, given: Tensor) -> str:
-    place, world_size = found.place, found.ranks.shards.size
-    return (
-        f"{name} must have its whole shape {tuple(place.size)}, or {tuple(place.form)} as this "
-        f"rank's shard of {world_size}, but got {tuple(given.shape)}"
-    )
 
 
 def _fingerprint(state_dict: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lite.ranks import start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_layout import Place, check_gradient, in_memory_order
 from shard_optim.communication import (
     Communication,
     all_gather,
     as_sent,
-    start_all_reduce,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
@@ -218,8 +218,8 @@ class UnitReduction:
             self.all_reduce = unit.replicas.together(
                 unit.all_reduce_words,
                 start_all_reduce,
-                self.output,
                 unit.replicas.communicator,
+                self.output,
                 dist.ReduceOp.AVG,
             )
 

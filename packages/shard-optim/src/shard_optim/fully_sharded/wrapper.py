@@ -37,12 +37,6 @@ _COMPILE_UNITS = (
 )
 
 
-def _is_compiled_around() -> bool:
-    """Whether code that ``torch.compile`` has been given is running, or is being traced."""
-    compiling = torch.compiler.is_compiling()
-    return compiling or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
-
-
 class FullyShardedDataParallel(TransparentWrapper):
     """Wraps a module so that each rank holds 1/world_size of its large parameters.
 
@@ -190,7 +184,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         return self._run(self.module, inputs, kwargs)
 
     def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
-        if _is_compiled_around():
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        if torch.compiler.is_compiling() or callback() not in (None, False):
             raise RuntimeError(_COMPILE_UNITS.format("torch.compile() around the"))
         for unit_module, unit_call in self._calls.items():
             if unit_module._compiled_call_impl is not unit_call:
