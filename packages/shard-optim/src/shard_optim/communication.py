@@ -169,9 +169,9 @@ def resolve_communication(
     return communication
 
 
-# Norms of equal tensors differ only where ranks run different hardware; those of gradients of
-# different batches differ in the first digits.
-_WEIGHTS_TOLERANCE, _GRADIENTS_TOLERANCE = 1e-5, 1e-3
+# Relative, of the norms of weights and of gradients. Norms of equal tensors differ only where ranks
+# run different hardware; those of gradients of different batches differ in the first digits.
+_TOLERANCES = (1e-5, 1e-3)
 
 
 def check_first_step(
@@ -210,15 +210,25 @@ def check_first_step(
     words = "the comparison of the first step"
     ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
-    spread, scale = largest - smallest, largest.abs()
-    for row, (tolerance, describe) in enumerate(
-        [(_WEIGHTS_TOLERANCE, _weights), (_GRADIENTS_TOLERANCE, _gradients)][: len(own)]
-    ):
-        differs = (spread[row] > tolerance * scale[row]).nonzero()
-        if differs.numel():
-            column = int(differs[0])
-            low, high = float(smallest[row, column]), float(largest[row, column])
-            raise RuntimeError(describe(name_of(numbers[column]), low, high))
+    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=own.dtype, device=device)
+    differing = (largest - smallest > tolerance.unsqueeze(1) * largest.abs()).nonzero()
+    if not differing.numel():
+        return
+    row, column = differing[0].tolist()
+    name, low, high = name_of(numbers[column]), smallest[row, column], largest[row, column]
+    span = f"between {low:.6g} and {high:.6g} over the ranks"
+    if row == 0:
+        raise RuntimeError(
+            "every rank must start from the same weights, but at the first step the norm of "
+            f"{name} is {span}. Initialise with the same seed on every rank, or broadcast rank 0's "
+            "weights before the optimizer is constructed"
+        )
+    difference = "it has none on some ranks" if low == -1 else f"its norm is {span}"
+    raise RuntimeError(
+        "gradients must have been averaged over the ranks before the step, but at the first step "
+        f"that of {name} differs: {difference}. Put the model into a data-parallel wrapper that "
+        "averages gradients, or let this optimizer average them with reduce_gradients=True"
+    )
 
 
 def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -235,22 +245,3 @@ def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
         for tensor in tensors
     ]
     return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
-
-
-def _weights(name: str, low: float, high: float) -> str:
-    return (
-        "every rank must start from the same weights, but at the first step the norm of "
-        f"{name} is between {low:.6g} and {high:.6g} over the ranks. Initialise with the same seed "
-        "on every rank, or broadcast rank 0's weights before the optimizer is constructed"
-    )
-
-
-def _gradients(name: str, low: float, high: float) -> str:
-    span = f"its norm is between {low:.6g} and {high:.6g} over the ranks"
-    if low == -1:
-        span = "it has none on some ranks"
-    return (
-        "gradients must have been averaged over the ranks before the step, but at the first step "
-        f"that of {name} differs: {span}. Put the model into a data-parallel wrapper that averages "
-        "gradients, or let this optimizer average them with reduce_gradients=True"
-    )

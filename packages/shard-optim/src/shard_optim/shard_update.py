@@ -81,27 +81,17 @@ class FusedShard:
             for shard in self.shards
         ]
 
-    def state_of(
-        self, shard: Shard, state: Mapping[str, Any], *, independent: bool = False
-    ) -> Mapping[str, Any]:
-        """The part of its state that belongs to one of its shards.
-
-        Args:
-            shard: one of its own.
-            state: of all of them.
-            independent: copy what all shards share, such as a count of steps. Values per element
-                are always views.
-        """
+    def state_of(self, shard: Shard, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of its state that belongs to one of its shards; values per element are views."""
         if len(self.shards) == 1:
             return state
-        first = shard.begin - self.begin
-        part: dict[str, Any] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == self.tensor.shape:
-                part[key] = value.narrow(0, first, shard.span.length)
-            else:
-                part[key] = copy.deepcopy(value) if independent else value
-        return part
+        first, length = shard.begin - self.begin, shard.span.length
+        return {
+            key: value.narrow(0, first, length)
+            if isinstance(value, Tensor) and value.shape == self.tensor.shape
+            else value
+            for key, value in state.items()
+        }
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Its state from its shards' states, or None if they cannot be one state.
@@ -208,8 +198,8 @@ class StepGroup:
         state = self.optimizer.state.pop(fused.tensor, {})
         if state:
             for part in parts:
-                own = fused.state_of(part.shards[0], state, independent=True)
-                self.optimizer.state[part.tensor] = dict(own)
+                own = fused.state_of(part.shards[0], state)
+                self.optimizer.state[part.tensor] = unshared(own)
         _replace(self.fused[bucket], fused, parts)
         tensors = self.optimizer.param_groups[fused.group]["params"]
         _replace(tensors, fused.tensor, [part.tensor for part in parts])
