@@ -23,7 +23,6 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,33 +37,20 @@ from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
 from shard_optim.stored_tensor import (
+    Contents,
     Part,
     StoredTensor,
     check_tensors,
     coverage,
     damaged,
     dtype_named,
+    read_checksummed,
     read_elements,
     read_small,
 )
 
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 CONTENTS = "contents.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The description of a checkpoint.
-
-    Attributes:
-        tensors: by key.
-        values: everything small, by key.
-        identity: the same for two ranks exactly if they have read the same description.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
-    identity: str
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -147,20 +133,16 @@ def check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Checksummed:
-    """A file that is being written, and the place and CRC-32 of what was written last."""
+    """A file that is being written, and the CRC-32 of what has been written through this object."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self.flush, self._file = file.flush, file
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
         """Writes bytes and takes them into the checksum."""
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._file.write(data)
-
-    def flush(self) -> None:
-        """Passes what was written to the operating system."""
-        self._file.flush()
 
 
 def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
@@ -177,13 +159,8 @@ def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, di
             stream, offset = _Checksummed(file), file.tell()
             # A copy, because torch.save would write everything that shares its memory.
             torch.save(row.flat.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
-            length = file.tell() - offset
-            places[key] = {
-                "file": name,
-                "offset": offset,
-                "length": length,
-                "crc32": stream.crc32,
-            }
+            place = {"file": name, "offset": offset, "length": file.tell() - offset}
+            places[key] = place | {"crc32": stream.crc32}
         file.flush()
         os.fsync(file.fileno())
     return places
@@ -287,37 +264,30 @@ def _read_description(folder: Path) -> Contents:
             "earlier one"
         )
     if not os.path.lexists(folder / CONTENTS):
-        tensors, values, identity = read_dcp_description(folder)
-        contents = Contents(tensors=tensors, values=values, identity=identity)
+        contents = read_dcp_description(folder)
     else:
-        data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
+        content, data = read_checksummed(folder / CONTENTS)
+        metadata = read_small(folder / METADATA)
         try:
-            contents, crc32 = _parsed(data)
+            contents = Contents(
+                tensors={
+                    key: StoredTensor(
+                        dtype=dtype_named(entry["dtype"]),
+                        shape=tuple(entry["shape"]),
+                        parts=tuple(Part(**part) for part in entry["parts"]),
+                    )
+                    for key, entry in content["tensors"].items()
+                },
+                values={key: decode(value) for key, value in content["values"].items()},
+                identity=hashlib.sha256(data).hexdigest(),
+            )
+            expected = content["metadata_crc32"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(folder / CONTENTS, error) from error
-        if crc32 != zlib.crc32(metadata):
+        if expected != zlib.crc32(metadata):
             raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
-
-
-def _parsed(data: bytes) -> tuple[Contents, int]:
-    line, own = data.decode().splitlines()
-    if zlib.crc32(line.encode()) != int(own):
-        raise ValueError("its checksum differs")
-    content = json.loads(line)
-    tensors = {
-        key: StoredTensor(
-            dtype=dtype_named(entry["dtype"]),
-            shape=tuple(entry["shape"]),
-            parts=tuple(Part(**part) for part in entry["parts"]),
-        )
-        for key, entry in content["tensors"].items()
-    }
-    values = {key: decode(value) for key, value in content["values"].items()}
-    identity = hashlib.sha256(data).hexdigest()
-    contents = Contents(tensors=tensors, values=values, identity=identity)
-    return contents, content["metadata_crc32"]
 
 
 def read_ranges(

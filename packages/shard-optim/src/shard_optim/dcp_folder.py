@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import pickle
 import zipfile
 import zlib
@@ -20,12 +19,14 @@ from typing import Any
 import torch
 
 from shard_optim.stored_tensor import (
+    Contents,
     Part,
     StoredTensor,
     damaged,
     dtype_named,
     from_bytes,
     open_regular,
+    read_checksummed,
     read_small,
 )
 
@@ -97,26 +98,18 @@ def _sizes(made: Made) -> tuple[int, ...]:
     return tuple(made.args[0])
 
 
-def read_dcp_description(
-    folder: Path,
-) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
-    """Tensors and small values by key, and the identity of such a folder.
+def read_dcp_description(folder: Path) -> Contents:
+    """The description of such a folder.
 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if a file is damaged.
     """
-    metadata, checksums = folder / ".metadata", folder / CHECKSUMS
-    data, lines = read_small(metadata), read_small(checksums)
+    metadata = folder / ".metadata"
+    data = read_small(metadata)
+    checksums, lines = read_checksummed(folder / CHECKSUMS)
     try:
-        line, own = lines.decode().splitlines()
-        if zlib.crc32(line.encode()) != int(own):
-            raise ValueError("its checksum differs")
-        crc_of: dict[str, int] = json.loads(line)["items"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(checksums, error) from error
-    try:
-        tensors, places = _described(read_pickle(data), crc_of)
+        tensors, places = _described(read_pickle(data), checksums["items"])
     except Exception as error:  # damaged instructions can make anything of the stack
         raise damaged(metadata, error) from error
     values = {}
@@ -133,7 +126,8 @@ def read_dcp_description(
             values[key] = _saved_value(saved)
         except Exception as error:
             raise damaged(path, f"{key}: {error}") from error
-    return tensors, values, hashlib.sha256(data + lines).hexdigest()
+    identity = hashlib.sha256(data + lines).hexdigest()
+    return Contents(tensors=tensors, values=values, identity=identity)
 
 
 def _described(

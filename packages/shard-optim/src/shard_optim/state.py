@@ -44,7 +44,6 @@ from ddp_lite.ranks import Ranks, backend_for, finish
 from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
 from shard_optim.checkpoint_files import (
     METADATA,
-    Contents,
     check_plans,
     read_contents,
     read_ranges,
@@ -60,7 +59,7 @@ from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import StoredTensor
+from shard_optim.stored_tensor import Contents, StoredTensor
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}

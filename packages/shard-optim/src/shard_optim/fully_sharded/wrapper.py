@@ -167,7 +167,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._calls = self._replace_calls(plans)
         self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
-        self.own_state = OwnState(module, self.ranks, lambda: self.schedule.generation)
+        self._own_state = OwnState(module, self.ranks, lambda: self.schedule.generation)
 
     # --- training ----------------------------------------------------------------------------
 
