@@ -204,7 +204,8 @@ def _split_by_padding(numels: Sequence[int], bucket_numel: int, world_size: int)
     return runs
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``number``."""
     return -(-number // multiple) * multiple
 
 
@@ -213,7 +214,7 @@ def _flat_bucket(
 ) -> BucketPlan:
     offsets, filled = [], 0
     for index in members:
-        offsets.append(_round_up(filled, alignment))
+        offsets.append(round_up(filled, alignment))
         filled = offsets[-1] + numels[index]
     return BucketPlan(
         members=tuple(members),
@@ -234,7 +235,7 @@ def _whole_bucket(
     for index in sorted(members, key=lambda index: (-numels[index], index)):
         rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
         location[index] = (rank, loads[rank])
-        loads[rank] += _round_up(numels[index], alignment)
+        loads[rank] += round_up(numels[index], alignment)
         totals[rank] += numels[index]
     chunk = max(loads)
     return BucketPlan(

@@ -217,13 +217,10 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self.generation, self._phase())
-
-    def _phase(self) -> str:
-        """The part of a step that the ranks are in, for errors of a rank that is in another."""
-        if self._backward:
-            return "for a backward"
-        return "for a forward" if torch.is_grad_enabled() else "for a forward without gradients"
+        phase = "for a backward"
+        if not self._backward:
+            phase = "for a forward" + ("" if torch.is_grad_enabled() else " without gradients")
+        unit.launch_gather(self.generation, phase)
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""

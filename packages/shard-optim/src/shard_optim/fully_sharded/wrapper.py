@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from ddp_lite.transparent import TransparentWrapper
 from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
-from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
+from shard_optim.fully_sharded.meta import is_on_meta, materialize
 from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
@@ -129,10 +130,13 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
         # Whoever is on the meta device gets the first rank's values, if that one has any.
         reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
-        owners = owners_of_parameters(module)
+        owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for each in module.modules():
+            for param in each.parameters(recurse=False):
+                owners[param].append(each)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
-            readers = (m for param in plan.params for m in owners[id(param)])
+            readers = (m for param in plan.params for m in owners[param])
             materialize(readers, self.device, reset=reset)
             self._broadcast(zip(plan.names, plan.params, strict=True))
             self.units.append(
