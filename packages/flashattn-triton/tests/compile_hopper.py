@@ -51,7 +51,7 @@ class AbsentHopper:
 class Request:
     """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any.
 
-    ``value_dim``: None if it is ``head_dim``.
+    ``value_dim``: None if it is ``head_dim``. ``adds``: gradients to fp32 tensors.
     """
 
     head_dim: int
@@ -62,6 +62,7 @@ class Request:
     sinks: bool = False
     sequences: int = 0
     value_dim: int | None = None
+    adds: bool = False
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -141,6 +142,10 @@ def shipped() -> list[Request]:
         causal, lengths = {"causal": True}, (8192, 8192)
         requests += [Request(d, "bf16", causal, lengths, x, sequences=9) for x in both]
         requests += [
+            Request(d, "bf16", causal, direction="backward", adds=True),
+            Request(d, "bf16", causal, lengths, "backward", sequences=9, adds=True),
+        ]
+        requests += [
             Request(d, "bf16", options | {"deterministic": True}, direction="backward")
             for options in (
                 {"causal": True},
@@ -175,7 +180,8 @@ def launch(request: Request) -> None:
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         out = query.new_empty(*query.shape[:3], value_width)
-        hopper_backward(query, key, value, out, lse, out, None, options, packing)
+        into = [x.float() for x in (query, key, value)] if request.adds else []
+        hopper_backward(query, key, value, out, lse, out, None, options, packing, into)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:

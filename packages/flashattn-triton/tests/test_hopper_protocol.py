@@ -176,7 +176,9 @@ def check_forward(problem: Case, seed: int, **changes: Any) -> None:
     close(out, p @ problem.repeated(v))
 
 
-def check_backward(problem: Case, seed: int, schedule: int | None = None, **changes: Any) -> Any:
+def check_backward(
+    problem: Case, seed: int, schedule: int | None = None, adds: bool = False, **changes: Any
+) -> Any:
     """Returns the sum of dQ. ``schedule``: the seed of the partitions' order, if another."""
     q, k, v, do = problem.inputs(seed)
     scale = problem.options.scale
@@ -199,17 +201,18 @@ def check_backward(problem: Case, seed: int, schedule: int | None = None, **chan
     parts = np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
     statistics = added[..., None] * parts
     dq_sum = np.zeros((*q.shape[:2], n_padded, width))
-    dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
+    dk, dv = (np.full(x.shape, 1.0 if adds else np.nan) for x in (k, v))
     meta_do = torch.empty(do.shape, dtype=torch.bfloat16, device="meta")
     tensors = [*problem.meta(), meta_do, meta_do]
-    launch = backward.hopper_backward_call(tensors, None, problem.options).main
+    into = [x.float() for x in problem.meta()] if adds else []
+    launch = backward.hopper_backward_call(tensors, None, problem.options, into=into).main
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
     run(launch, BACKWARD_MODULES[width], memory, seed if schedule is None else schedule, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
-    close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
-    close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+    close(dk - adds, problem.summed(ds.swapaxes(2, 3) @ q))
+    close(dv - adds, problem.summed(p.swapaxes(2, 3) @ do))
     return dq_sum
 
 
@@ -338,6 +341,12 @@ def test_tanh() -> None:
 def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_gradients_of_keys_are_added(name: str, head_dim: int) -> None:
+    check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), 0, adds=True)
 
 
 @pytest.mark.parametrize(
@@ -479,10 +488,16 @@ def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int
 
 
 @interpreted
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("name", "head_dims", "adds"),
+    [
+        *((name, x, False) for name in PACKED for x in ((64, 64), (128, 128), *WIDE)),
+        *((name, (96, 96), True) for name in ("bottom-right", "empty", "ordered", "spare")),
+    ],
+    ids=str,
+)
 def test_packed_backward_on_random_schedules(
-    name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, head_dims: tuple[int, int], adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 20)  # rings of five, nine or ten
     seed = list(PACKED).index(name)
@@ -492,7 +507,8 @@ def test_packed_backward_on_random_schedules(
     queries = backward_config(head_dims, packed.options).queries
     meta_q, meta_k, meta_v, meta_do = packed.meta()
     tensors = [meta_q, meta_k, meta_v, meta_do, meta_do]
-    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)
+    into = [x.float() for x in (meta_q, meta_k, meta_v)] if adds else []
+    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing, into)
     n_queries, ends = len(packed.tokens(0)), [starts[-1] for starts in packed.starts]
     tiles = n_queries // queries + len(packed.problems) + 1
     # Whatever no sequence owns is NaN.
@@ -524,11 +540,12 @@ def test_packed_backward_on_random_schedules(
     rows = slice(first, first + spare)
     dq_sum[rows] = statistics[rows] = 0.0
     statistics[rows, 0, 0] = far
-    dk, dv = packed.like(1), packed.like(2)
+    dk, dv = (np.ones_like(packed.like(i)) if adds else packed.like(i) for i in (1, 2))
     inputs = [packed.tokens(which) for which in range(4)]
     memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.tiles)[1]]
     memory.append(counters(dq_sum, queries, packed.options))
     run(call.main, BACKWARD_MODULES[width], memory, seed, {})
+    dk, dv = dk - adds, dv - adds
     for i, rows in enumerate(owned):
         n = packed.problems[i].lengths[0]
         dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, : head_dims[0]]

@@ -377,6 +377,7 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
+    from bench_harness.report.write import records
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
@@ -385,15 +386,13 @@ def _trace(
         from bench_harness.store import replace_file
         from bench_harness.traces.picture import draw_overlap
 
-        lines = {each.name: each.communication["timeline"] for each in found if each.communication}
-        if not lines:
-            raise ValueError("--picture must have recordings with times, but got sums of Proton.")
+        lines = {each.name: each.communication["timeline"] for each in found}
         replace_file(picture, png_bytes(draw_overlap(lines)))
     tables = recordings.tables(found)
     if as_json:
-        typer.echo(json.dumps(tables, allow_nan=False))
+        typer.echo(json.dumps(records(tables), allow_nan=False))
     else:
-        terminal.plain_tables(tables, Console())
+        terminal.tables(tables, Console())
     return 0
 
 

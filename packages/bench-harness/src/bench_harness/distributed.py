@@ -72,7 +72,7 @@ def slowest_rank(ranks: list[Row]) -> Row:
     """One variant's row from those of all ranks: a step takes as long as its slowest rank."""
     first = ranks[0]
     row = dict(first)
-    for name in ("samples_ms", "samples_device_ms"):
+    for name in ("samples_ms", "samples_device_ms", "host_ms", "optimizer_ms"):
         if name in first:
             row[name] = slowest_of([rank[name] for rank in ranks])
     if "samples_sm_clock_mhz" in first:

@@ -11,7 +11,6 @@ from bench_harness.core import Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
 #: Columns that several experiments show.
 COMMON = (
@@ -91,6 +90,14 @@ def finished(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["status"] == "ok"] if "status" in rows else rows
 
 
+def steady(rows: pd.DataFrame) -> pd.Series[Any]:
+    """Whether each median of :func:`bench_harness.stats.with_summary` may be quoted."""
+    shaky = rows["unstable"].map(lambda value: value is True or value == 1)
+    if "too_short" in rows:
+        shaky |= rows["too_short"].map(lambda value: value is True or value == 1)
+    return ~shaky
+
+
 def lengths(rows: pd.DataFrame) -> pd.DataFrame:
     """A copy with the lengths of cases that failed, from the lengths they were to measure.
 
@@ -167,27 +174,3 @@ def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame
         )
         for values, group in rows.groupby(varying, sort=False, dropna=False)
     ]
-
-
-def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2, y_log: bool = True) -> None:
-    """Logarithmic axes with the given labels and plain numbers at the ticks.
-
-    Args:
-        x_base: of the ticks along x.
-        y_log: False keeps y linear, for values that may be 0 or less.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    plot.set_xlabel(x)
-    plot.set_ylabel(y)
-    plot.set_xscale("log", base=x_base)
-    plot.xaxis.set_major_formatter(plain)
-    if y_log:
-        plot.set_yscale("log")
-        low, high = plot.get_ylim()
-        # Within a decade or two, powers of ten alone are too few to read a value.
-        steps = (1.0, 2.0, 5.0) if high < 300 * low else (1.0,)
-        plot.yaxis.set_major_locator(LogLocator(subs=steps))
-        plot.yaxis.set_major_formatter(plain)
-        plot.yaxis.set_minor_locator(NullLocator())

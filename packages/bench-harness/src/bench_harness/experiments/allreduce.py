@@ -126,52 +126,30 @@ class AllReduce(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
-        from bench_harness.display import marks
-        from bench_harness.display.plots import new_figure
+        from bench_harness.display.lines import Panel, draw_lines, points
         from bench_harness.stats import with_summary
 
         done = row_tables.finished(rows)
         if "size_bytes" not in done or done.empty:
             return []
         done = with_bandwidth(with_summary(done))
+        for end, other in (("low", "high"), ("high", "low")):
+            time = done["median_ms"] / done[f"ci_{other}_ms"].astype("float64")
+            done[f"bus_{end}"] = done["bus_gb_s"].astype("float64") * time
         groups = row_tables.by(done, ["backend", "world_size", "variant"])
-        many = len(groups) > 6  # too many to name them at the ends of their lines
-        figure, axes = new_figure(rows=2, height=5.2 + 0.1 * len(groups) * many)
-        colour = marks.colours(name or "all_reduce" for name, _ in groups)
-        ends: tuple[list[Any], list[Any]] = [], []
-        for name, group in groups:
-            name = name or "all_reduce"
-            part = group.sort_values("size_mib")
-            below, above = marks.whiskers(part)
-            rate = part["bus_gb_s"].astype("float64")
-            # The rate is a constant over the time, so its interval is that of the time, turned; in
-            # a form that rounding leaves at 0 where the time has no interval.
-            slow = rate * above / (part["median_ms"] + above)
-            fast = rate * below / (part["median_ms"] - below)
-            for position, (column, errors) in enumerate(
-                (("median_ms", (below, above)), ("bus_gb_s", (slow.to_list(), fast.to_list())))
-            ):
-                marks.line(
-                    axes[position, 0],
-                    part["size_mib"].to_list(),
-                    part[column].to_list(),
-                    colour=colour[name],
-                    filled=marks.steady(part).to_list(),
-                    errors=errors,
-                    label=name,
-                )
-                ends[position].append((name, float(part[column].iloc[-1]), colour[name]))
-        payload = _COLUMNS["size_mib"].heading
-        for plot, y in zip(
-            axes[:, 0], ("median time (ms)", _COLUMNS["bus_gb_s"].heading), strict=True
-        ):
-            row_tables.log_axes(plot, x=payload, y=y, x_base=10)
-        if many:
-            handles, texts = axes[0, 0].get_legend_handles_labels()
-            figure.legend(handles, texts, loc="outside upper center", ncols=2, fontsize="small")
-        else:
-            for plot, names in zip(axes[:, 0], ends, strict=True):
-                marks.label_ends(plot, names)
+        panels = [
+            Panel(
+                y=_COLUMNS[y].heading,
+                lines={
+                    name or "all_reduce": points(each, "size_mib", y, ends) for name, each in groups
+                },
+            )
+            for y, ends in (
+                ("median_ms", ("ci_low_ms", "ci_high_ms")),
+                ("bus_gb_s", ("bus_low", "bus_high")),
+            )
+        ]
+        figure = draw_lines(panels, x=_COLUMNS["size_mib"].heading, base=10)
         return [Figure("allreduce", "Collectives over payload size", figure)]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness import attentions, roofline
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
-from bench_harness.display.marks import steady
+from bench_harness.display.row_tables import steady
 from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
     CLOCKS,
@@ -66,8 +66,8 @@ class Options(SamplingOptions, DeviceOptions):
     softcap: float | None = option(None, "Soft-cap of the scores.")
     features: tuple[str, ...] = option(
         ("plain",),
-        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, a prefix "
-        "that all queries see, documents that share rows, deterministic gradients.",
+        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, "
+        "deterministic gradients.",
         choices=FEATURES,
     )
     passes: tuple[str, ...] = option(
@@ -705,71 +705,19 @@ def draw(
         ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.display import marks
-    from bench_harness.display.plots import new_figure
+    from bench_harness.display.lines import Panel, draw_lines, points
 
-    done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
-    panels = row_tables.by(done, by)
-    columns = min(4, len(panels))
-    height = -(-len(panels) // columns)
-    figure, axes = new_figure(
-        rows=height,
-        columns=columns,
-        width=max(5.6, 3.4 * columns),
-        height=2.9 * height + 0.4,
-        sharey=not log,
-    )
-    colour = marks.colours(done["variant"].unique())
-    for plot, (title, panel) in zip(axes.flat, panels, strict=False):
-        names = []
-        for variant, group in panel.groupby("variant", sort=False):
-            part = _by_length(group[group[column].notna()], column, ends)
-            if part.empty:
-                continue
-            marks.line(
-                plot,
-                part.index.to_list(),
-                part[column].to_list(),
-                colour=colour[str(variant)],
-                filled=part["steady"].to_list(),
-                errors=None if ends is None else (part["below"].to_list(), part["above"].to_list()),
-                label=str(variant),
-            )
-            names.append((str(variant), float(part[column].iloc[-1]), colour[str(variant)]))
-        plot.set_title(title)
-        positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
-        row_tables.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
-        lengths = sorted(panel["sequence"].unique())
-        if len(lengths) <= 6:
-            plot.set_xticks(lengths, [f"{length:g}" for length in lengths])
-        if len(panels) == 1:
-            if not log:
-                plot.set_ylim(bottom=0)
-            marks.label_ends(plot, names)
-    if not log:
-        axes[0, 0].set_ylim(bottom=0)  # shared by all panels
-    for plot in list(axes.flat)[len(panels) :]:
-        plot.set_visible(False)
-    if len(panels) > 1:
-        handles = {name: line for plot in axes.flat for line, name in _labelled(plot)}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
-    return figure
-
-
-def _labelled(plot: Any) -> list[tuple[Any, str]]:
-    return list(zip(*plot.get_legend_handles_labels(), strict=True))
-
-
-def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
-    """One line per length: cases that measured the same length are put together."""
-    from bench_harness.display import marks
-
-    known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
-    if ends is not None:
-        low, high = (group[end].astype("float64").fillna(group[column]) for end in ends)
-        known = known.assign(below=(group[column] - low).clip(lower=0),
-                             above=(high - group[column]).clip(lower=0))  # fmt: skip
-    return known.groupby("sequence").agg(
-        {column: "median", "steady": "all", "below": "max", "above": "max"}
-    )
+    panels = [
+        Panel(
+            title=title,
+            y=unit,
+            lines={
+                str(variant): points(group, "sequence", column, ends)
+                for variant, group in panel.groupby("variant", sort=False)
+            },
+            log=log,
+        )
+        for title, panel in row_tables.by(done.sort_values(by[:2], kind="stable"), by)
+    ]
+    return draw_lines(panels, x="sequence length (tokens)", columns=min(4, len(panels)))

@@ -147,68 +147,38 @@ def _optimum(prefix: str, size: float, cost: Cost, least: float) -> dict[str, fl
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:
     """Measured overhead over bucket size, with the model; None without a sweep."""
-    from bench_harness.display import marks
-    from bench_harness.display.plots import COLOURS, new_figure
-    from bench_harness.display.row_tables import log_axes
-    from bench_harness.stats import with_summary
+    from bench_harness.display.lines import Panel, draw_lines, points
+    from bench_harness.stats import summarize, with_summary
 
-    found = sweeps(with_summary(done))
-    if not found:
-        return None
-    found = sorted(found, key=lambda sweep: sweep.label)
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = new_figure(
-        rows=lines, columns=columns, width=5 * columns + 2, height=0.8 + 3 * lines
-    )
-    for plot in list(axes.flat)[len(found) :]:
-        plot.set_visible(False)
-    for plot, sweep in zip(axes.flat, found, strict=False):
-        rows, size, label = sweep.rows, sweep.size, sweep.label
+    panels = []
+    for sweep in sorted(sweeps(with_summary(done)), key=lambda sweep: sweep.label):
+        rows, size, bare = sweep.rows.copy(), sweep.size, summarize(sweep.bare["samples_ms"])
         counts = rows["buckets"].to_numpy(np.float64)
-        bare_ms = list(sweep.bare["samples_ms"])
-        overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare_ms)
-        per_call, inverse = sweep.fit(overhead / 1e3)
-        pairs = zip(marks.whiskers(rows), _bare_whiskers(sweep.bare), strict=True)
-        below, above = (np.hypot(own, base) for own, base in pairs)
-        plot.errorbar(
+        rows["mean_mib"], rows["overhead"] = (
             size / counts / 2**20,
-            overhead,
-            yerr=[below, above],
-            fmt="none",
-            ecolor=COLOURS[0],
-            capsize=3,
+            rows["median_ms"] - bare["median"],
         )
-        steady = marks.steady(rows).to_numpy()
-        for chosen, fill in ((steady, COLOURS[0]), (~steady, "white")):
-            plot.plot(size / counts[chosen] / 2**20, overhead[chosen], "o", color=COLOURS[0],
-                      markerfacecolor=fill)  # fmt: skip
-        plot.plot([], [], "o", color=COLOURS[0], label="measured")
-        for x, y, settings in zip(size / counts / 2**20, overhead, rows["settings"], strict=True):
-            asked = f"{settings['wrapper']['bucket_size_mb']:g} MB"
-            plot.annotate(asked, (x, y), (6, 4), textcoords="offset points", fontsize="small")
-        line = np.geomspace(counts.min(), counts.max(), 100)
-        model = 1e3 * (size / line * inverse + line * per_call)
-        plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
-        plot.set_title(label)
-        log_axes(
-            plot,
-            x="mean gradients per bucket (MiB), labels: bucket_size_mb",
-            y="overhead (ms)",
-            y_log=False,
+        # The interval of a difference, as of independent ones: what is subtracted is turned.
+        for end, other, sign in (("low", "high", -1), ("high", "low", 1)):
+            own = rows[f"ci_{end}_ms"].astype("float64") - rows["median_ms"]
+            base = (bare[f"ci_{other}"] or bare["median"]) - bare["median"]  # type: ignore[literal-required]
+            rows[f"overhead_{end}"] = rows["overhead"] + sign * np.hypot(own, base)
+        line = points(rows, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
+        asked = {
+            row["mean_mib"]: f"{row['settings']['wrapper']['bucket_size_mb']:g} MB"
+            for _, row in rows.iterrows()
+        }
+        per_call, inverse = sweep.fit(rows["overhead"].to_numpy(np.float64) / 1e3)
+        many = np.geomspace(counts.min(), counts.max(), 100)
+        model = 1e3 * (size / many * inverse + many * per_call)
+        panels.append(
+            Panel(
+                title=sweep.label,
+                y="overhead (ms)",
+                lines={"measured": line.assign(text=line["x"].map(asked))},
+                curve=((size / many / 2**20).tolist(), model.tolist()),
+                log=False,
+            )
         )
-        # A point below the step without communication stays whole.
-        plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
-        plot.legend()
-    return figure
-
-
-def _bare_whiskers(bare: pd.Series[Any]) -> tuple[float, float]:
-    """How far the interval of the step without communication reaches below and above it."""
-    from bench_harness.stats import summarize
-
-    found = summarize(bare["samples_ms"])
-    low, high = found["ci_low"], found["ci_high"]
-    if low is None or high is None:
-        return 0.0, 0.0
-    return high - found["median"], found["median"] - low  # it is subtracted
+    x = "mean gradients per bucket (MiB), labels: bucket_size_mb"
+    return draw_lines(panels, x=x, columns=min(2, len(panels))) if panels else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
@@ -282,6 +281,7 @@ def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _predicted(row: pd.Series[Any]) -> Row:
     """What the shapes of a phase's case predict for that phase."""
+    from basics_model.sizes import ModelConfig
     from bench_harness.activations import peaks, saved_for_backward
 
     dimensions = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
@@ -290,7 +290,9 @@ def _predicted(row: pd.Series[Any]) -> Row:
         return {}
     if row["phase"] == FIRST or row.get("optimizer", "adamw") != "adamw":
         return {}
-    shape = SimpleNamespace(**{name: int(row[name]) for name in dimensions})
+    shape = ModelConfig(
+        context_length=int(row["sequence"]), **{name: int(row[name]) for name in dimensions}
+    )
     given = {name: row[name] for name in ("precision", "attention", "device")}
     training = row["mode"] == "step"
     size = int(row["batch"]), int(row["sequence"])
@@ -348,7 +350,8 @@ def _labelled(case: pd.DataFrame) -> list[str]:
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import cells, marks
+    from bench_harness.display import cells
+    from bench_harness.display.bars import colours
     from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
@@ -357,7 +360,7 @@ def _draw(line: Row) -> MatplotlibFigure:
     totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
     unit, size = cells.scale(totals, "B")
     held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
-    colour = marks.colours(held)
+    colour = colours(held)
     plot.stackplot(
         time,
         *held.values(),

@@ -175,8 +175,7 @@ class TrainStep(Experiment):
 
             require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
-        from bench_harness.training.measure import measure_rank, weigh_alone
-        from bench_harness.training.merge import merged
+        from bench_harness.training.measure import measure_rank, merged, weigh_alone
 
         if case.config["alone"]:
             return weigh_alone(case.config)

@@ -71,6 +71,7 @@ class BackwardOptions:
     has_left: no query sees a key more than ``band`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     ordered: programs add to a tile of dQ in a fixed order.
+    adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
     """
 
@@ -81,6 +82,7 @@ class BackwardOptions:
     packed: bool
     bottom_right: bool
     ordered: bool
+    adds: bool
     ring: int
 
 
@@ -329,6 +331,19 @@ def fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     rows = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     columns = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
     return (columns // 8) * 512 + ((rows // 16) * 32 + (rows % 8) * 4 + (columns % 8) // 2) * 4
+
+
+@gluon.jit
+def first_element(strides, at, head, n_keys, row, PACKED: gl.constexpr):
+    """Where a sequence's ``row`` of dK or dV begins in memory, in elements.
+
+    ``strides``: of batch, head and row in units of 8. ``at``: as for ``schedule.load_tile``.
+    """
+    if PACKED:
+        outer = gl.cast(at[0] - n_keys, gl.int64) * strides[2]
+    else:
+        outer = gl.cast(at[0], gl.int64) * strides[0]
+    return (outer + gl.cast(head, gl.int64) * strides[1] + gl.cast(row, gl.int64) * strides[2]) * 8
 
 
 @gluon.jit
