@@ -1,40 +1,29 @@
-"""Checkpoints of a ``ShardedOptimizer`` for the ``Trainer`` of Hugging Face transformers.
+"""``ShardedOptimizer`` in the ``Trainer`` of Hugging Face transformers, to copy and change.
 
-    from shard_optim.integrations.transformers import ShardedCheckpoints
+::
 
-    arguments = TrainingArguments("runs", save_only_model=True)  # starts the process group
-    model.to(arguments.device)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4)
-    trainer = Trainer(
-        model,
-        arguments,
-        optimizers=(optimizer, None),
-        callbacks=[ShardedCheckpoints(optimizer)],
-    )
+    torchrun --nproc-per-node 2 examples/sharded_transformers_trainer.py FOLDER
 
 Training itself needs nothing from here. The ``Trainer`` writes the optimizer state of one rank, on
-which a sharded optimizer holds a part; the callback writes and reads the parts of all.
+which a sharded optimizer holds a part; the callback writes and reads the parts of all. It needs
+``pip install transformers accelerate``. The program trains a small regression on CPUs, resumes it
+from its first checkpoint, and prints the losses.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.state import load, save
-
-try:
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError(
-        "shard_optim.integrations.transformers needs the transformers package. Install it with: "
-        "pip install 'shard-optim[transformers]'"
-    ) from error
+from shard_optim import ShardedOptimizer, load, save
 
 # Inside each of the trainer's checkpoint folders; the trainer takes "optimizer..." for its own.
 _FOLDER = "shards"
@@ -91,3 +80,54 @@ class ShardedCheckpoints(TrainerCallback):
 
 def _folder_of(args: Any, state: Any) -> Path:
     return Path(args.output_dir, f"checkpoint-{state.global_step}", _FOLDER)
+
+
+class Regression(nn.Module):
+    """Returns its loss, as the ``Trainer`` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # every rank starts from the same parameters
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean squared error of this rank's share of the batch."""
+        return {"loss": nn.functional.mse_loss(self.layers(inputs), labels)}
+
+
+def make_trainer(output_dir: str) -> Trainer:
+    """A trainer of two epochs with a new model. The order matters: the model moves first."""
+    inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        output_dir,
+        num_train_epochs=2,
+        save_strategy="epoch",
+        save_only_model=True,  # the callback saves the rest
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    model = Regression().to(arguments.device)  # starts the process group
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=[{"inputs": row, "labels": row.sum()[None]} for row in inputs],
+        optimizers=(optimizer, None),
+        callbacks=[ShardedCheckpoints(optimizer)],
+    )
+
+
+def main(output_dir: str) -> None:
+    """Trains two epochs, then the second one again from the checkpoint of the first."""
+    straight = make_trainer(output_dir).train()
+    first = f"{output_dir}/checkpoint-{straight.global_step // 2}"
+    trainer = make_trainer(output_dir)
+    resumed = trainer.train(resume_from_checkpoint=first)
+    if trainer.is_world_process_zero():
+        print(f"loss {straight.training_loss:.4f}, resumed at step {resumed.global_step}")
+
+
+if __name__ == "__main__":
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else it calls rank 1's processor "cpu:1"
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs")
