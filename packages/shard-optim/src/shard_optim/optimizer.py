@@ -528,11 +528,12 @@ class ShardedOptimizer(Optimizer):
             which says whose part it is (``origin.py``).
         """
         self.wait()
-        say_once(self, "optimizer", self.mesh)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        if states := self.local.states():  # trainers ask before the first step too
+            say_once(self, "optimizer", self.mesh)
         result: dict[str, Any] = {
-            "state": self.local.states(),
+            "state": states,
             "param_groups": pack_groups(self.param_groups),
             ORIGIN: self._origin(),
         }

@@ -207,7 +207,8 @@ class Watched:
         return describe(self.sharded.ranks, self.steps, places_of(enumerate(group["params"])))
 
     def _add_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        say_once(self, "optimizer", self.sharded.ranks)
+        if state_dict["state"]:  # trainers ask before the first step too
+            say_once(self, "optimizer", self.sharded.ranks)
         for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
             packed[ORIGIN] = self.origin(group)
 
