@@ -141,7 +141,10 @@ def shipped() -> list[Request]:
     for d in (64, 128):
         causal, lengths = {"causal": True}, (8192, 8192)
         requests += [Request(d, "bf16", causal, lengths, x, sequences=9) for x in both]
+        in_fp32 = causal | {"out_dtype": "float32"}
         requests += [
+            Request(d, "bf16", in_fp32),
+            Request(d, "bf16", in_fp32, lengths, sequences=9),
             Request(d, "bf16", causal, direction="backward", adds=True),
             Request(d, "bf16", causal, lengths, "backward", sequences=9, adds=True),
         ]
@@ -173,7 +176,10 @@ def launch(request: Request) -> None:
             max_seqlen_q=n_queries,
             max_seqlen_k=n_keys,
         )
-    options = new_problem(head_dim=width, **request.options)
+    given = dict(request.options)  # as JSON has them
+    if "out_dtype" in given:
+        given["out_dtype"] = getattr(torch, given["out_dtype"])
+    options = new_problem(head_dim=width, **given)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
         hopper_forward(query, key, value, options, packing, sinks=sinks)

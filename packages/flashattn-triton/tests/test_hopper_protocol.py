@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -166,11 +166,12 @@ class Case:
         ).sum(2)
 
 
-def check_forward(problem: Case, seed: int, **changes: Any) -> None:
+def check_forward(problem: Case, seed: int, in_fp32: bool = False, **changes: Any) -> None:
     q, k, v, do = problem.inputs(seed)
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
-    launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
+    options = replace(problem.options, out_dtype=torch.float32 if in_fp32 else None)
+    launch = forward.hopper_forward_call(*problem.meta(), options).launch
     run(launch, forward_kernel, [q, k, v, out, rows, None, None], seed, changes)
     close(rows, lse)
     close(out, p @ problem.repeated(v))
@@ -287,6 +288,14 @@ def _few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 128), (256, 200)], ids=str)
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_forward_in_fp32(name: str, head_dims: tuple[int, int]) -> None:
+    head_dim, value_dim = head_dims
+    problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
+    check_forward(problem, list(PROBLEMS).index(name), in_fp32=True)
 
 
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 72)], ids=str)
@@ -467,12 +476,21 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @interpreted
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "head_dims", "in_fp32"),
+    [
+        *((name, x, False) for name in PACKED for x in ((64, 64), (128, 128), *WIDE)),
+        *((name, (96, 96), True) for name in ("bottom-right", "empty", "spare")),
+    ],
+    ids=str,
+)
+def test_packed_forward_on_random_schedules(
+    name: str, head_dims: tuple[int, int], in_fp32: bool
+) -> None:
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
-    call = forward.hopper_forward_call(*packed.meta()[:3], packed.options, packed.packing)
+    options = replace(packed.options, out_dtype=torch.float32 if in_fp32 else None)
+    call = forward.hopper_forward_call(*packed.meta()[:3], options, packed.packing)
     q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
     lse = np.full((packed.problems[0].heads[0], len(q)), np.nan)
     memory = [q, k, v, out, lse, packed.table(call.tiles)[0], None]

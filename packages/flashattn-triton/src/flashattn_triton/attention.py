@@ -167,8 +167,7 @@ def flash_attention(
             scores in memory, any number of derivatives).
         tiling: kernel shapes to use instead of the shipped table's.
         out_dtype: ``torch.float32`` keeps the output as it was accumulated, for parts that
-            :func:`merge` joins; None gives it the inputs' dtype. The portable kernels compute it
-            where the Hopper tier would run.
+            :func:`merge` joins; None gives it the inputs' dtype.
 
     Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
     ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".

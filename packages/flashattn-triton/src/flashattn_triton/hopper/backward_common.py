@@ -334,19 +334,6 @@ def fragment_offsets(WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def first_element(strides, at, head, n_keys, row, PACKED: gl.constexpr):
-    """Where a sequence's ``row`` of dK or dV begins in memory, in elements.
-
-    ``strides``: of batch, head and row in units of 8. ``at``: as for ``schedule.load_tile``.
-    """
-    if PACKED:
-        outer = gl.cast(at[0] - n_keys, gl.int64) * strides[2]
-    else:
-        outer = gl.cast(at[0], gl.int64) * strides[0]
-    return (outer + gl.cast(head, gl.int64) * strides[1] + gl.cast(row, gl.int64) * strides[2]) * 8
-
-
-@gluon.jit
 def ds_written(CONSUMER: gl.constexpr, steps):
     """The barrier at which ``CONSUMER`` arrives when it has written dS of ``steps`` steps.
 

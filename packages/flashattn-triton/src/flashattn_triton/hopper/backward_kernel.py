@@ -64,7 +64,6 @@ from flashattn_triton.hopper.backward_common import (
     allocate_buffers,
     allocate_tiles,
     ds_written,
-    first_element,
     fragment_offsets,
     has_part,
     has_work,
@@ -82,15 +81,15 @@ from flashattn_triton.hopper.backward_products import (
 )
 from flashattn_triton.hopper.products import (
     FIRST,
-    add_columns,
     issue_columns,
     scaled,
     store_columns,
     wait_for_all,
     wait_for_columns,
+    write_columns,
     zero_columns,
 )
-from flashattn_triton.hopper.schedule import store_tile
+from flashattn_triton.hopper.schedule import first_element, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
@@ -268,7 +267,7 @@ def _consumer(
     dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
     if OPTIONS.adds:
         dv_rows = dv_out + first_element(dv_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
-        add_columns(dv_rows, n_keys - own_key, dv_strides[2], widths_div8, dv)
+        write_columns(dv_rows, n_keys - own_key, dv_strides[2], widths_div8, dv, True)
     else:
         store_columns(own_v, dv)  # the other consumer never reads this half of V
         fence_async_shared()
@@ -283,7 +282,8 @@ def _consumer(
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     if OPTIONS.adds:
         dk_rows = dk_out + first_element(dk_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
-        add_columns(dk_rows, n_keys - own_key, dk_strides[2], widths_div8, scaled(dk, scale))
+        dk = scaled(dk, scale)
+        write_columns(dk_rows, n_keys - own_key, dk_strides[2], widths_div8, dk, True)
     else:
         # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
         store_columns(own_k, scaled(dk, scale))
