@@ -111,12 +111,8 @@ class Store:
         Raises:
             StoreError: the file cannot be read, or was written by a newer version.
         """
-        try:
+        with _told(self.results, "readable", "Correct it."):
             lines = (read_file(self.results) or b"").splitlines()
-        except OSError as error:
-            raise StoreError(
-                f"{self.results} must be readable, but got an error: {error.strerror}. Correct it."
-            ) from None
         attempts: dict[tuple[str, str], list[Row]] = {}  # by case and start
         damaged: dict[int, str] = {}
         for number, line in enumerate(lines, start=1):
@@ -271,15 +267,21 @@ class Writer:
         replace_file(self._store.folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
     def _write(self, data: bytes) -> None:
-        try:
+        kept = "What was measured before is kept, and the same command goes on from there."
+        with _told(self._store.results, "writable", kept):
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"{self._store.results} must be writable, but got an error: {error.strerror}. What "
-                "was measured before is kept, and the same command goes on from there."
-            ) from None
+
+
+@contextlib.contextmanager
+def _told(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Makes an error of the system one line that names the path and what to do."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{path} must be {what}, but got an error: {error.strerror}. {remedy}"
+        raise StoreError(text) from None
 
 
 def _require_file(path: Path) -> None:
@@ -321,14 +323,9 @@ def replace_file(path: Path, content: bytes) -> None:
         StoreError: the disk is full or gone, or the folder is not writable.
     """
     partial = path.with_name(path.name + _UNDER_WAY)
-    try:
+    with _told(path, "writable", "Free space or name another."):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # whatever it is, it is not written through
         with open(partial, "xb", opener=_unfollowed) as file:
             file.write(content)
         partial.replace(path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} must be writable, but got an error: {error.strerror}. Free space or name "
-            "another."
-        ) from None

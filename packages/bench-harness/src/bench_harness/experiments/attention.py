@@ -606,46 +606,30 @@ def _figures(rows: pd.DataFrame) -> list[Figure]:
     measured = [name for name in PASSES if name in set(done["phase"])]
     last = done[done["phase"] == measured[-1]]
     unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
-    for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
+    for name in ("tflop_s", *_RATES):
         last = last.assign(**{name: last[name] / size})
-    timed = {
-        name: Figure(
+    length, share = "over the sequence length", "error (share of the largest value)"
+    rate = draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False)
+    times = [
+        Figure(
             f"attention_{name}",
-            f"Time of {name} over the sequence length",
+            f"Time of {name} {length}",
             draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
             folded=name != measured[-1],
         )
         for name in measured
-    }
-    drawn = [timed.pop(measured[-1])]
-    drawn.append(
-        Figure(
-            "attention_throughput",
-            f"Throughput of {measured[-1]} over the sequence length",
-            draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False),
+    ]
+    held = [
+        Figure(f"attention_{name}", title, draw(last, column, unit), folded=True)
+        for name, title, column, unit in (
+            ("memory", "Memory that forward leaves allocated", "saved_mib", "memory (MiB)"),
+            ("errors_output", "Error of the output", "error_out", share),
+            ("errors_gradients", "Error of the gradients", "error_grad", share),
         )
-    )
-    drawn += timed.values()
-    if "saved_mib" in last and last["saved_mib"].notna().any():
-        drawn.append(
-            Figure(
-                "attention_memory",
-                "Memory that forward leaves allocated",
-                draw(last, "saved_mib", "memory (MiB)"),
-                folded=True,
-            )
-        )
-    for what, column in (("output", "error_out"), ("gradients", "error_grad")):
-        if column in last and last[column].notna().any():
-            drawn.append(
-                Figure(
-                    f"attention_errors_{what}",
-                    f"Error of the {what}",
-                    draw(last, column, "error (share of the largest value)"),
-                    folded=True,
-                )
-            )
-    return drawn
+        if column in last and last[column].notna().any()
+    ]
+    throughput = f"Throughput of {measured[-1]} {length}"
+    return [times[-1], Figure("attention_throughput", throughput, rate), *times[:-1], *held]
 
 
 #: Columns with the ends of an interval.

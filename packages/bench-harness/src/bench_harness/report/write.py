@@ -83,20 +83,6 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
-    return render_template(
-        _TEMPLATE,
-        report=report,
-        flags=_FLAGS,
-        legend=LEGEND,
-        plural=plural,
-        readable=readable,
-        results=RESULTS,
-        table_stem=table_stem,
-    )
-
-
-def render_template(name: str, **values: Any) -> str:
-    """A template of this package as HTML; values are escaped."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -110,8 +96,17 @@ def render_template(name: str, **values: Any) -> str:
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(name).render(
-        data_uri=data_uri, placed=placed, split=split, **values
+    return templates.get_template(_TEMPLATE).render(
+        report=report,
+        flags=_FLAGS,
+        legend=LEGEND,
+        plural=plural,
+        readable=readable,
+        results=RESULTS,
+        table_stem=table_stem,
+        data_uri=data_uri,
+        placed=placed,
+        split=split,
     )
 
 
