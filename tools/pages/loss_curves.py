@@ -208,7 +208,8 @@ class LossCurves(Experiment):
         """The mean curve of every variant, and its difference beside the spread of seeds."""
         import textwrap
 
-        from bench_harness.display.plots import COLOURS, new_figure
+        from bench_harness.display.bars import COLOURS
+        from bench_harness.display.plots import new_figure
 
         done = row_tables.finished(rows)
         if "losses" not in done or done.empty:

@@ -17,7 +17,7 @@ from typing import Any
 
 from bench_harness.core import Row
 from bench_harness.environment import measured_on
-from bench_harness.store import PARTIAL, Store, replace_file
+from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
@@ -38,9 +38,6 @@ class PublishedError(ValueError):
 def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
     """Writes the rows of runs into one file.
 
-    Rows of finished rounds of a stopped case are refused: a page would show their numbers like
-    those of a complete one.
-
     Args:
         only: keep cases of these experiments, or with one of these texts in their label.
 
@@ -49,7 +46,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
 
     Raises:
         StoreError: a run cannot be read, or the file cannot be written.
-        PublishedError: nothing is left to write, or a case is partial.
+        PublishedError: nothing is left to write.
     """
     lines = []
     for store in stores:
@@ -59,14 +56,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
         for row in store.load().rows:
             if not only or any(text == row["experiment"] or text in row["label"] for text in only):
                 cases.setdefault(row["case_key"], []).append(row)
-        for rows in cases.values():
-            stopped = next((row for row in rows if row["status"] == PARTIAL), None)
-            if stopped is not None:
-                raise PublishedError(
-                    f"cases must be complete, but got {stopped['label']}, {stopped['error']}. Give "
-                    "its command again to measure it, or name other cases with --only."
-                )
-            lines.append(case_line(rows, environments))
+        lines += [case_line(rows, environments) for rows in cases.values()]
     if not lines:
         raise PublishedError(
             f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "

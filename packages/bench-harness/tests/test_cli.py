@@ -199,7 +199,7 @@ def test_a_run_stopped_then_resumed(
     assert len(set(keys_of(folder))) == len(keys_of(folder)) == 3
     for name in ("env.json", "run.json", "report.html", "figures/toy-line.png"):
         assert (folder / name).is_file()
-    assert "| slow   | 0        | plain     | 1.01" in (folder / "tables/toy-times.md").read_text()
+    assert "| slow | 0 | plain | 1.01" in (folder / "tables/toy-times.md").read_text()
     assert "\x1b" not in output  # no colours where there is no terminal
     assert all(len(line) <= 80 for line in output.splitlines())
     assert "Report: runs/toy-01/report.html" in output.splitlines()

@@ -12,7 +12,7 @@ import torch
 
 from bench_harness import experiments, runner, timing
 from bench_harness.activations import saved_for_backward
-from bench_harness.core import Case
+from bench_harness.core import Bars, Case
 from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
@@ -67,6 +67,9 @@ def run(monkeypatch, tmp_path):
         assert len({figure.name for figure in figures}) == len(figures)
         for figure in figures:
             assert png_bytes(figure.figure).startswith(b"\x89PNG")
+            if isinstance(figure.figure, Bars):
+                assert figure.figure.unit
+                continue
             for plot in figure.figure.axes:
                 assert "(" in plot.get_xlabel() or "(" in plot.get_ylabel(), "axes carry units"
         return frame, tables, figures
@@ -395,7 +398,7 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
     figure = draw_fit(rows)
     assert figure is not None
     assert png_bytes(figure)
-    (line,) = fit_table(rows).frame.to_dict("records")
+    (line,) = fit_table(rows)[0].frame.to_dict("records")
     assert line["least overhead T* (ms)"] == 0
     assert draw_fit(rows.iloc[:3]) is None, "two sizes do not make a sweep"
 
@@ -424,7 +427,7 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "samples_ms": [[1e3 * (per_call + s / bandwidth)] * 3 for s in link],
     }
     rows["largest_parameter_bytes"] = 1e6
-    (line,) = fit_table(rows).frame.to_dict("records")
+    (line,) = fit_table(rows)[0].frame.to_dict("records")
     assert line["all-reduce w (GB/s)"] == pytest.approx(300, rel=1e-3)
     assert line["all-reduce o (µs)"] == pytest.approx(400, rel=1e-3)
     best = (size * per_call * bandwidth) ** 0.5
@@ -437,10 +440,10 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "size_bytes": link,
         "samples_ms": [[1e3 * (per_call + s / bandwidth) / 2] * 3 for s in link],
     }
-    (line,) = fit_table(faster).frame.to_dict("records")
+    (line,) = fit_table(faster)[0].frame.to_dict("records")
     assert line["prediction missed"] is True
     rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
-    (line,) = fit_table(rows).frame.to_dict("records")
+    (line,) = fit_table(rows)[0].frame.to_dict("records")
     assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)
 
 
@@ -457,7 +460,7 @@ def test_allreduce_fit_finds_overhead_and_bandwidth():
             "samples_ms": [[1e3 * (30e-6 + size / 3e11)] * 5 for size in sizes],
         }
     )
-    (line,) = fit_table(rows).frame.to_dict("records")
+    (line,) = fit_table(rows)[0].frame.to_dict("records")
     assert line["overhead o (µs)"] == pytest.approx(30, rel=1e-3)
     assert line["bandwidth w (GB/s)"] == pytest.approx(300, rel=1e-3)
 

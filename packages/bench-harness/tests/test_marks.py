@@ -4,56 +4,89 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pandas as pd
 import pytest
 
 from bench_harness import experiments
-from bench_harness.core import plural
-from bench_harness.display import marks
+from bench_harness.core import Bar, Bars, Figure, plural
+from bench_harness.display.bars import COLOURS, colours, placed
 from bench_harness.display.cells import quantity, readable, scale, with_intervals
-from bench_harness.display.plots import COLOURS, new_figure, png_bytes
+from bench_harness.display.lines import Panel, draw_lines, points
+from bench_harness.display.plots import png_bytes
+from bench_harness.display.row_tables import steady
+from bench_harness.report import Report, Section
 from bench_harness.report.frame import to_frame
 from bench_harness.report.headlines import headlines, on_cpu, tiles
+from bench_harness.report.write import render
 from bench_harness.stats import with_summary
 
 STEADY, SHAKY = [10.0, 10.1, 9.9, 10.0, 10.05, 9.95], [10.0, 30.0, 5.0, 22.0, 8.0, 40.0]
 
 
-def test_unstable_figures_are_hollow_and_all_have_whiskers() -> None:
-    rows = with_summary(pd.DataFrame({"samples_ms": [STEADY, SHAKY]}))
-    assert marks.steady(rows).to_list() == [True, False]
-    below, above = marks.whiskers(rows)
-    assert all(below)
-    assert above[1] > 5
-    _, axes = new_figure()
-    filled = marks.steady(rows).to_list()
-    marks.bars(
-        axes[0, 0], [0, 1], [10, 15], colour=COLOURS[0], filled=filled, errors=(below, above)
+def test_points_have_intervals_and_unstable_ones_are_rings() -> None:
+    rows = with_summary(pd.DataFrame({"size": [1, 2], "samples_ms": [STEADY, SHAKY]}))
+    assert steady(rows).to_list() == [True, False]
+    found = points(rows, "size", "median_ms", ("ci_low_ms", "ci_high_ms"))
+    assert found["steady"].to_list() == [True, False]
+    assert (found["low"] < found["y"]).all()
+    assert found["high"][1] - found["y"][1] > 5
+    (plot,) = draw_lines([Panel(y="time (ms)", lines={"a": found})], x="size").axes
+    line, rings, cut, _ = plot.get_lines()
+    assert line.get_linestyle() == "None", "two points are not joined"
+    assert (list(rings.get_xdata()), rings.get_markerfacecolor()) == ([2], "white")
+    assert list(cut.get_xdata()) == [2], "what reaches beyond the axis is cut with a mark"
+    assert found["high"][1] > plot.get_ylim()[1] >= found["y"].max()
+
+
+def test_bars_have_the_scale_of_their_panel_and_a_cut_interval_is_marked() -> None:
+    bars = Bars(
+        "ms",
+        {
+            "one": [Bar("a", {"x": 1500.0, "y": 500.0}, 1000.0, 2500.0, steady=False)],
+            "two": [Bar("b", {"x": 100.0}, 90.0, 110.0), Bar("c", {"x": 200.0}, float("nan"))],
+        },
     )
-    solid, hollow = axes[0, 0].patches
-    assert solid.get_facecolor()[3] == 1
-    assert hollow.get_facecolor()[3] == 0
-    assert len(axes[0, 0].collections) == 1, "the whiskers"
-    marks.line(axes[0, 0], [1, 2], [10, 15], colour=COLOURS[0], filled=filled)
-    line, rings = axes[0, 0].get_lines()[-2:]
-    assert list(line.get_ydata()) == [10, 15]
-    assert (list(rings.get_ydata()), rings.get_markerfacecolor()) == ([15], "white")
+    shown = placed(bars)
+    assert (shown.unit, list(shown.colours)) == ("ms", ["x", "y"])
+    (a,), (b, c) = shown.panels.values()
+    assert [(box.left, box.width) for box in a.boxes] == [(0, 75), (75, 25)]
+    assert (a.text, a.whisker, a.cut, a.steady) == ("2000 [1000, 2500]", (50, 100), True, False)
+    assert (b.text, b.whisker, b.cut) == ("100 [90, 110]", (45, 55), False)
+    assert (c.text, c.whisker) == ("200", None)
+    assert png_bytes(bars).startswith(b"\x89PNG")
+
+
+def test_a_page_shows_bars_as_text() -> None:
+    bars = Bars("ms", {"": [Bar("<a>", {"x": 3.0}, 2.0, 4.0, steady=False)]})
+    section = Section(
+        name="toy", summary="Toy", cases=[], tables=[], problems=[],
+        figures=[Figure("bars", "Bars", bars)],
+    )  # fmt: skip
+    lists = {name: [] for name in ("runs", "commits", "notes", "headlines", "tiles")}
+    page = render(Report(name="r", environments={}, sections=[section], on_cpu=False, **lists))
+    bar = re.search(r'<div class="bar">.*?</span></div>', page, re.DOTALL)
+    assert bar is not None
+    assert "<span>&lt;a&gt;</span>" in bar[0]
+    assert 'style="width:100.00%' in bar[0]
+    assert "3 [2, 4] <em>unsteady</em>" in bar[0]
+    assert "<img" not in page
 
 
 def test_a_name_has_one_colour_everywhere_and_others_differ_within_a_picture() -> None:
-    many = marks.colours(["naive", "mine", "sdpa-flash", "other-one"])
-    assert many["naive"] == marks.colours(["naive"])["naive"] == COLOURS[1]
+    many = colours(["naive", "mine", "sdpa-flash", "other-one"])
+    assert many["naive"] == colours(["naive"])["naive"] == COLOURS[1]
     assert len(set(many.values())) == 4
 
 
 def test_names_at_the_ends_of_lines_do_not_overlap() -> None:
-    _, axes = new_figure()
-    plot = axes[0, 0]
-    plot.plot([1, 2], [1, 1])
-    plot.plot([1, 2], [1, 100])
-    marks.label_ends(plot, [("a", 1.0, "k"), ("b", 1.01, "k"), ("c", 100.0, "k"), ("d", 99.9, "k")])
+    ends = {"a": 1.0, "b": 1.01, "c": 100.0, "d": 99.9}
+    rows = pd.DataFrame({"x": [1, 2, 4], "y": 1.0, "low": 1.0, "high": 1.0, "steady": True})
+    lines = {name: rows.assign(y=[1.0, 1.0, end]) for name, end in ends.items()}
+    (plot,) = draw_lines([Panel(y="", lines=lines, log=False)], x="").axes
     places = sorted(text.xy[1] for text in plot.texts)
+    assert len(places) == 4
     assert all(b - a >= 0.074 for a, b in itertools.pairwise(places))
     assert places[-1] <= 1.001
 

@@ -198,7 +198,7 @@ def test_the_terminal_stays_within_80_columns(store: Store, colour: bool) -> Non
     with store.open_for_writing() as writer:
         writer.append([row("bad", "error", error="a long story " * 20)])
     built = report.build(store)
-    terminal.tables(built.sections, console)
+    terminal.tables((each for part in built.sections for each in part.tables), console)
     terminal.summary(built, Path("runs/toy-01/report.html"), console)
     text = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
     assert (text != file.getvalue()) is colour
@@ -210,16 +210,9 @@ def test_the_terminal_stays_within_80_columns(store: Store, colour: bool) -> Non
 @pytest.mark.parametrize("columns", [1, 5, 9, 30])
 def test_a_table_of_any_width_fits_the_terminal(columns: int) -> None:
     frame = pd.DataFrame({f"long name {i} (px)": [1.5 * 10**i, None, 3.0] for i in range(columns)})
-    section = report.Section(
-        name="toy",
-        summary="",
-        cases=[],
-        tables=[Table("Wide", frame, "")],
-        figures=[],
-        problems=[],
-    )
+    tables = [Table("Wide", frame, "")]
     file = io.StringIO()
-    terminal.tables([section], Console(file=file, width=80))
+    terminal.tables(tables, Console(file=file, width=80))
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines)
     shown = " ".join(file.getvalue().split())
@@ -231,11 +224,8 @@ def test_a_table_of_any_width_fits_the_terminal(columns: int) -> None:
 
 def shown(frame: pd.DataFrame) -> str:
     tables = [Table("Toy", frame, "")]
-    section = report.Section(
-        name="toy", summary="", cases=[], tables=tables, figures=[], problems=[]
-    )
     file = io.StringIO()
-    terminal.tables([section], Console(file=file, width=80))
+    terminal.tables(tables, Console(file=file, width=80))
     return file.getvalue()
 
 
@@ -251,18 +241,11 @@ def test_what_all_rows_share_stands_once_below_a_table_that_is_too_wide() -> Non
         {"variant": ["a", "b"], "device under test": ["H100"] * 2}
         | {f"measured {i} (ms)": [1.0 + i, 2.0 + i] for i in range(6)}
     )
-    section = report.Section(
-        name="toy",
-        summary="",
-        cases=[],
-        tables=[Table("Wide", frame, "")],
-        figures=[],
-        problems=[],
-    )
+    tables = [Table("Wide", frame, "")]
     texts = {}
     for width in (60, 200):
         file = io.StringIO()
-        terminal.tables([section], Console(file=file, width=width))
+        terminal.tables(tables, Console(file=file, width=width))
         texts[width] = file.getvalue()
     assert texts[60].count("H100") == 1
     assert "device under test H100" in " ".join(texts[60].split())

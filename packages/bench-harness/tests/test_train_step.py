@@ -21,7 +21,7 @@ from bench_harness.traces.step import over_ranks
 from bench_harness.training import constructors
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
-from bench_harness.training.merge import merged
+from bench_harness.training.measure import merged
 from ranks import run_ranks
 
 ROLES = ("wrapper", "optimizer")
@@ -149,8 +149,7 @@ def test_a_preset_names_its_file_and_the_key(tmp_path, monkeypatch) -> None:
 
 
 def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
-    """Names, defaults and kinds come from the signature, here of a class that nothing else knows;
-    the file that keeps them is made once, and a damaged one is made again."""
+    """Names, defaults and kinds come from the signature, here of a class of nobody."""
     (tmp_path / "toy_wrappers.py").write_text(
         "from typing import Literal\n"
         "class Toy:\n"
@@ -161,21 +160,13 @@ def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
     known = constructors.Constructor(title="Toy", target="toy_wrappers:Toy")
     takes = constructors._arguments(known)
     assert takes == {"way": ("a", ["'a'", "'b'"]), "size": (25, ["float"])}
-    monkeypatch.setattr(constructors, "_cache", lambda: tmp_path / "kept" / "signatures.json")
-    monkeypatch.setattr(constructors, "_asked", lambda: asked.append(1) or constructors.every())
-    monkeypatch.delitem(sys.modules, "torch")
-    asked: list[int] = []
-    for content, times in ((None, 1), (None, 1), ("{", 2)):
-        if content is not None:
-            (tmp_path / "kept" / "signatures.json").write_text(content)
-        constructors._signatures.cache_clear()
-        assert constructors.signature("bucketed")["bucket_size_mb"].default == "auto"
-        assert len(asked) == times
 
 
-def test_a_preset_is_checked_without_torch() -> None:
+@pytest.mark.parametrize("preset", ["train-step", "sharding"])
+def test_a_preset_is_checked_without_torch(preset: str) -> None:
+    """Arguments, which only the second has, in a process of their own."""
     program = (
-        "import sys; from bench_harness import presets; presets.load('train-step').cases();"
+        f"import sys; from bench_harness import presets; presets.load({preset!r}).cases();"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

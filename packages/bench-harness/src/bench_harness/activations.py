@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from basics_model.sizes import require_integer
-from bench_harness.flops import Shape
+from basics_model.sizes import ModelConfig, require_integer
 
 #: Bytes of fp32: parameters, gradients, each of AdamW's moments, the residual stream.
 _FP32 = 4
@@ -24,7 +23,13 @@ _LOGIT_BYTES = 10  # of a chunk: in fp32, the same again while it is summed, and
 
 
 def saved_for_backward(
-    shape: Shape, batch: int, sequence: int, *, precision: str, attention: str, device: str = "cuda"
+    shape: ModelConfig,
+    batch: int,
+    sequence: int,
+    *,
+    precision: str,
+    attention: str,
+    device: str = "cuda",
 ) -> dict[str, int]:
     """Bytes that forward leaves allocated for backward, by part.
 
@@ -59,7 +64,7 @@ def saved_for_backward(
 
 
 def _saved(
-    shape: Shape, batch: int, sequence: int, e: int, attention: str, device: str
+    shape: ModelConfig, batch: int, sequence: int, e: int, attention: str, device: str
 ) -> dict[str, int]:
     tokens, width, layers = batch * sequence, shape.d_model, shape.num_layers
     scores = batch * shape.num_heads * sequence**2
@@ -81,14 +86,14 @@ def _saved(
     }
 
 
-def linear_parameters(shape: Shape) -> int:
+def linear_parameters(shape: ModelConfig) -> int:
     """Elements of all linear layers: four projections, three of the feed-forward part, the head."""
     width = shape.d_model
     return shape.num_layers * width * (4 * width + 3 * shape.d_ff) + shape.vocab_size * width
 
 
 def peaks(
-    shape: Shape,
+    shape: ModelConfig,
     batch: int,
     sequence: int,
     *,
@@ -176,7 +181,7 @@ class ActivationMemory:
 
 
 def activation_memory(
-    shape: Shape,
+    shape: ModelConfig,
     *,
     batch: int,
     seq: int,

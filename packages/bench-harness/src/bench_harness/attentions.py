@@ -13,8 +13,8 @@ heads and the value's head_dim. ``settings`` holds only what the problem asks fo
 - ``window``: (left, right) numbers of visible keys beside the diagonal, None for no limit;
 - ``softcap``: c, which maps a scaled score s to c·tanh(s/c);
 - ``deterministic``: True;
-- ``sinks``, ``alibi_slopes``, ``bias``, ``prefix_lengths`` or ``document_ids``: tensors that mean
-  what they mean to ``flashattn_triton.flash_attention``;
+- ``sinks``, ``alibi_slopes`` or ``bias``: tensors that mean what they mean to
+  ``flashattn_triton.flash_attention``;
 - ``cu_seqlens`` and ``max_seqlen``: of sequences packed into tensors of (tokens, heads, head_dim).
 
 An implementation whose signature has no such keyword, whose package is missing, or that raises
@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import operator
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, Row, registered
+from bench_harness.workload import imported
 
 if TYPE_CHECKING:
     import torch
@@ -76,8 +77,6 @@ def ran(
     value: Tensor,
     *,
     causal: bool,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
     **settings: Any,
 ) -> str | None:
     """The kernel of PyTorch's attention that runs on this problem; None for other implementations.
@@ -142,13 +141,12 @@ def find(name: str) -> Attend:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     target = name if ":" in name else registered(ENTRY_POINT_GROUP)[name]
-    module, _, attribute = target.partition(":")
     try:
-        found: Attend = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+        found: Attend = imported(target, "attention")
+    except ValueError as error:
         raise CaseSkipped(
-            f"{name} must be importable, but got an error: {error}. Install its package, or leave "
-            "it out of variants."
+            f"{name} must be importable, but got an error: {error.__cause__}. Install its package, "
+            "or leave it out of variants."
         ) from error
     return found
 
@@ -165,8 +163,6 @@ def naive(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
 ) -> Tensor:
     """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
     import torch
@@ -185,14 +181,9 @@ def naive(
         scores = scores + _alibi(alibi_slopes, n_queries).to(scores.dtype)
     if bias is not None:
         scores = scores + bias
-    if window is not None or prefix_lengths is not None or document_ids is not None:
+    if window is not None:
         options = new_problem(head_dim=query.shape[-1], causal=causal, window=window)
         visible = visibility_mask(n_queries, n_keys, options, scores.device)
-        if prefix_lengths is not None:
-            in_prefix = torch.arange(n_keys, device=scores.device) < prefix_lengths[:, None]
-            visible = visible | in_prefix[:, None, None]
-        if document_ids is not None:
-            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None])
         scores = scores.masked_fill(~visible, float("-inf"))
     elif causal:
         scores = scores.masked_fill(_later(n_queries, scores.device), float("-inf"))
@@ -320,7 +311,8 @@ def _sdpa(backend: str) -> Attend:
                     enable_gqa=query.shape[1] != key.shape[1],
                 )
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            # torch's words for a problem that the kernel does not take, and for a device without it
+            if not re.search("No (available kernel|viable backend)", str(error)):
                 raise
             raise CaseSkipped(
                 f"the problem must be one that PyTorch's {backend} kernel takes, but got another. "
@@ -356,13 +348,11 @@ def _flex() -> Attend:
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
-        prefix_lengths: Tensor | None = None,
-        document_ids: Tensor | None = None,
     ) -> Tensor:
         _refuse_cpu(query, "compiled FlexAttention")
         problem = (query.shape[-2], causal, window)
         if problem not in masks:
-            masks[problem] = _block_mask(*problem, query.device, prefix_lengths, document_ids)
+            masks[problem] = _block_mask(*problem, query.device)
         out: Tensor = compiled(
             query,
             key,
@@ -385,17 +375,10 @@ def _refuse_cpu(query: Tensor, name: str) -> None:
 _EAGER_BLOCK_MASK = 8192
 
 
-def _block_mask(
-    length: int,
-    causal: bool,
-    window: Window | None,
-    device: Any,
-    prefix_lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
-) -> Any:
+def _block_mask(length: int, causal: bool, window: Window | None, device: Any) -> Any:
     """FlexAttention's mask; compiled for long ones, whose pairs of tokens would fill a GPU."""
     import torch
-    from torch.nn.attention.flex_attention import and_masks, create_block_mask, or_masks
+    from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
     left, right = window or (None, None)
     right = 0 if causal else right
@@ -406,24 +389,11 @@ def _block_mask(
     def before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i - j <= left  # type: ignore[operator]
 
-    def in_prefix(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j < prefix_lengths[b]  # type: ignore[index]
-
-    def same_document(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return document_ids[b, i] == document_ids[b, j]  # type: ignore[index]
-
     limits = [limit for limit, side in ((after, right), (before, left)) if side is not None]
-    if document_ids is not None:
-        limits.append(same_document)
     if not limits:
         return None
-    visible = and_masks(*limits)
-    if prefix_lengths is not None:
-        visible = or_masks(visible, in_prefix)
-    batched = prefix_lengths if document_ids is None else document_ids
-    batch = None if batched is None else len(batched)
     make = torch.compile(create_block_mask) if length > _EAGER_BLOCK_MASK else create_block_mask
-    return make(visible, batch, None, length, length, device=device)
+    return make(and_masks(*limits), None, None, length, length, device=device)
 
 
 def _score_function(
@@ -448,15 +418,20 @@ def _score_function(
     return change
 
 
-def _flash_attn_4() -> Attend:
-    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+def _package(name: str, module: str) -> Any:
+    """A module of the package that an implementation is named after."""
     try:
-        cute = importlib.import_module("flash_attn.cute")
+        return importlib.import_module(module)
     except ImportError as error:
         raise CaseSkipped(
-            f"flash-attn-4 must be importable, but got an error: {error}. Install the package "
-            "flash-attn-4, or leave it out of variants."
+            f"{name} must be importable, but got an error: {error}. Install the package {name}, or "
+            "leave it out of variants."
         ) from error
+
+
+def _flash_attn_4() -> Attend:
+    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+    cute = _package("flash-attn-4", "flash_attn.cute")
 
     def attend(
         query: Tensor,
@@ -470,7 +445,7 @@ def _flash_attn_4() -> Attend:
         for ours, theirs in (("window", "window_size"), ("sinks", "learnable_sink")):
             if ours in settings:
                 settings[theirs] = settings.pop(ours)
-        for name in ("alibi_slopes", "bias", "prefix_lengths", "document_ids"):
+        for name in ("alibi_slopes", "bias"):
             if name in settings:
                 raise CaseSkipped(
                     f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
@@ -500,13 +475,7 @@ def _fa3_fwd() -> Attend:
 
     Its layout puts the sequence before the heads.
     """
-    try:
-        package = importlib.import_module("fa3_fwd_interface")
-    except ImportError as error:
-        raise CaseSkipped(
-            f"fa3-fwd must be importable, but got an error: {error}. Install the package fa3-fwd, "
-            "or leave it out of variants."
-        ) from error
+    package = _package("fa3-fwd", "fa3_fwd_interface")
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         _refuse_cpu(query, "fa3-fwd")

@@ -49,41 +49,6 @@ _REMOVED = {
 
 _EXPERIMENTS, _RUNS, _ANY = "Experiments", "Runs and reports", "Options of every run"
 
-Output: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        rich_help_panel=_ANY,
-        help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
-        show_default=False,
-    ),
-]
-Only: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        "--only",
-        rich_help_panel=_ANY,
-        metavar="TEXT,...",
-        help="Only these experiments, or cases whose label holds a text.",
-        show_default=False,
-    ),
-]
-DryRun: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run", rich_help_panel=_ANY, help="List the cases and their time so far; run nothing."
-    ),
-]
-Timeout: TypeAlias = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        rich_help_panel=_ANY,
-        min=0.1,
-        help="Seconds per case, instead of its own.",
-        show_default=False,
-    ),
-]
 AsJson: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -293,15 +258,34 @@ def _measuring(
         return 0 if done else FAILED
 
     shared = [
-        _parameter("output", Output, None),
-        _parameter("only", Only, ""),
-        _parameter("dry_run", DryRun, False),
-        _parameter("timeout", Timeout, None),
+        _of_every_run(
+            "output",
+            Path | None,
+            None,
+            "Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
+        ),
+        _of_every_run(
+            "only",
+            str,
+            "",
+            "Only these experiments, or cases whose label holds a text.",
+            metavar="TEXT,...",
+        ),
+        _of_every_run("dry_run", bool, False, "List the cases and their time so far; run nothing."),
+        _of_every_run(
+            "timeout", float | None, None, "Seconds per case, instead of its own.", min=0.1
+        ),
         _parameter("as_json", AsJson, False),
     ]
     command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in [*own, *shared]}
     return command
+
+
+def _of_every_run(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
+    flag = "--" + name.replace("_", "-")
+    how = typer.Option(flag, rich_help_panel=_ANY, help=text, show_default=False, **more)
+    return _parameter(name, Annotated[kind, how], default)
 
 
 def _report(run: RunFolder, as_json: AsJson = False) -> int:
@@ -377,6 +361,7 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
+    from bench_harness.report.write import records
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
@@ -385,15 +370,13 @@ def _trace(
         from bench_harness.store import replace_file
         from bench_harness.traces.picture import draw_overlap
 
-        lines = {each.name: each.communication["timeline"] for each in found if each.communication}
-        if not lines:
-            raise ValueError("--picture must have recordings with times, but got sums of Proton.")
+        lines = {each.name: each.communication["timeline"] for each in found}
         replace_file(picture, png_bytes(draw_overlap(lines)))
     tables = recordings.tables(found)
     if as_json:
-        typer.echo(json.dumps(tables, allow_nan=False))
+        typer.echo(json.dumps(records(tables), allow_nan=False))
     else:
-        terminal.plain_tables(tables, Console())
+        terminal.tables(tables, Console())
     return 0
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench_harness.core import Case, Row, plural
-from bench_harness.environment import throttled
-from bench_harness.store import PARTIAL, RESERVED, Store
+from bench_harness.environment import compared, throttled
+from bench_harness.row_checks import is_number
+from bench_harness.store import RESERVED, Store
 from bench_harness.verdict import TOLERANCE, Verdict, judge
 
 #: Relative difference of clocks, and of controls, from which a row is not sure.
@@ -162,12 +164,10 @@ def compare(
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
         damaged = sum(len(each.damaged) for each in loaded)
-        partial = sum(row["status"] == PARTIAL for each in loaded for row in each.rows)
         raise ComparisonError(
             f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
-            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}"
-            f"{f' ({partial} rows of stopped cases were left out)' * (partial > 0)}. Run both with "
-            "the same options."
+            f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
+            "same options."
         )
     pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
     known = {**run_a.environments(), **run_b.environments()}
@@ -212,23 +212,16 @@ def _comparison(
     if machines[0] is not None and machines[1] is not None:
         doubts += _machine_doubts(machines[0], machines[1])
     found = judge(a["samples_ms"], b["samples_ms"], tolerance=tolerance, doubts=doubts)
-    median_a, median_b = (_median(row["samples_ms"]) for row in (a, b))
     return Comparison(
         experiment=a["experiment"],
         label=a["label"],
         variant=_described(identity[1], a["label"]),
-        median_a=median_a,
-        median_b=median_b,
+        median_a=statistics.median(a["samples_ms"]),
+        median_b=statistics.median(b["samples_ms"]),
         verdict=found,
         changed=tuple(_changed(a, b, tolerance)),
         same_environment=same,
     )
-
-
-def _median(samples: Sequence[float]) -> float:
-    import statistics
-
-    return float(statistics.median(samples))
 
 
 def _controls(a: Row, b: Row) -> list[str]:
@@ -292,7 +285,7 @@ def _kernels(a: Sequence[Row], b: Sequence[Row], tolerance: float) -> list[str]:
         return {
             (_case(row), str(row.get("phase", "")), row["kernel"]): row["total_ms"]
             for row in rows
-            if isinstance(row.get("kernel"), str) and _is_number(row.get("total_ms"))
+            if isinstance(row.get("kernel"), str) and is_number(row.get("total_ms"))
         }
 
     before, after = times(a), times(b)
@@ -311,17 +304,13 @@ def _kernels(a: Sequence[Row], b: Sequence[Row], tolerance: float) -> list[str]:
 
 def _figure(value: Any) -> float | None:
     """A number, or the median of a list of them."""
-    if isinstance(value, list) and value and all(_is_number(each) for each in value):
-        return _median(value)
-    return float(value) if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, list) and value and all(map(is_number, value)):
+        return float(statistics.median(value))
+    return float(value) if is_number(value) else None
 
 
 def _positive(value: Any) -> bool:
-    return _is_number(value) and value > 0
+    return is_number(value) and value > 0
 
 
 def _differences(
@@ -341,8 +330,6 @@ def _differences(
 
 def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
     """The fields that make two timings comparable, each with its value as text."""
-    from bench_harness.environment import compared
-
     found: dict[str, str] = {}
     for name, value in compared(environment).items():
         if isinstance(value, dict):

@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -84,28 +84,63 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Bar:
+    """One bar of a picture.
+
+    Attributes:
+        parts: lengths by name, one behind the other.
+        low, high: 95 % interval of their sum; None where there is none.
+        steady: whether the sum may be quoted.
+    """
+
+    name: str
+    parts: Mapping[str, float]
+    low: float | None = None
+    high: float | None = None
+    steady: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Bars:
+    """Horizontal bars, which a page shows as text with boxes beside it, and a file as a drawing.
+
+    Attributes:
+        unit: of the lengths.
+        panels: bars by heading; each panel has its own scale.
+    """
+
+    unit: str
+    panels: Mapping[str, Sequence[Bar]]
+
+
+@dataclass(frozen=True)
 class Figure:
     """A picture of the report.
 
     Attributes:
         name: file name without suffix, unique within the experiment.
         title: heading.
-        figure: a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot, which
-            keeps global state and may want a display).
+        figure: bars, or a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot,
+            which keeps global state and may want a display).
         note: one or two sentences under the picture.
         folded: whether the page shows the picture only on request, beside the tables.
     """
 
     name: str
     title: str
-    figure: MatplotlibFigure
+    figure: Bars | MatplotlibFigure
     note: str = ""
     folded: bool = False
 
     @property
+    def is_bars(self) -> bool:
+        """Whether a page shows it as text and boxes."""
+        return isinstance(self.figure, Bars)
+
+    @property
     def wide(self) -> bool:
         """Whether the picture needs the whole width of a page."""
-        return self.figure.get_figwidth() > 6.5
+        return not isinstance(self.figure, Bars) and self.figure.get_figwidth() > 6.5
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ def _describe_gpus() -> Row:
                     "name": nvml.nvmlDeviceGetName(handle),
                     "memory_gib": round(nvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30, 1),
                     "power_limit_w": _reading(
-                        nvml, lambda h=handle: nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000
+                        nvml, "nvmlDeviceGetEnforcedPowerLimit", handle, per=1000
                     ),
                     "nvlinks": _active_links(nvml, handle),
                 }
@@ -260,7 +260,7 @@ def _gpu_states() -> list[Row]:
             {
                 **_sensors(nvml, h),
                 "memory_clock_mhz": _reading(
-                    nvml, lambda h=h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM)
+                    nvml, "nvmlDeviceGetClockInfo", h, nvml.NVML_CLOCK_MEM
                 ),
                 "memory_used_gib": round(nvml.nvmlDeviceGetMemoryInfo(h).used / 2**30, 2),
                 "throttle_reasons": _throttle_reasons(nvml, h),
@@ -271,13 +271,11 @@ def _gpu_states() -> list[Row]:
 
 def _sensors(nvml: Any, handle: Any) -> Row:
     """Clock, power and temperature of a GPU; None for what its driver does not tell."""
-    temperature = nvml.NVML_TEMPERATURE_GPU
+    heat = nvml.NVML_TEMPERATURE_GPU
     return {
-        "sm_clock_mhz": _reading(
-            nvml, lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
-        ),
-        "power_w": _reading(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000),
-        "temperature_c": _reading(nvml, lambda: nvml.nvmlDeviceGetTemperature(handle, temperature)),
+        "sm_clock_mhz": _reading(nvml, "nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+        "power_w": _reading(nvml, "nvmlDeviceGetPowerUsage", handle, per=1000),
+        "temperature_c": _reading(nvml, "nvmlDeviceGetTemperature", handle, heat),
     }
 
 
@@ -308,24 +306,22 @@ def _handles(nvml: Any) -> list[Any]:
     return [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
 
 
-def _reading(nvml: Any, read: Any) -> Any:
+def _reading(nvml: Any, name: str, *arguments: Any, per: int = 1) -> Any:
     """A sensor's value; None where the board or the container does not offer it."""
     try:
-        return read()
+        value = getattr(nvml, name)(*arguments)
     except nvml.NVMLError:
         return None
+    return value if per == 1 else value / per
 
 
 def _active_links(nvml: Any, handle: Any) -> int:
-    states = (
-        _reading(nvml, lambda link=link: nvml.nvmlDeviceGetNvLinkState(handle, link))
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-    )
-    return sum(1 for state in states if state)
+    links = range(nvml.NVML_NVLINK_MAX_LINKS)
+    return sum(bool(_reading(nvml, "nvmlDeviceGetNvLinkState", handle, link)) for link in links)
 
 
 def _throttle_reasons(nvml: Any, handle: Any) -> list[str]:
-    bits = _reading(nvml, lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+    bits = _reading(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
     names = {
         "power limit": nvml.nvmlClocksEventReasonSwPowerCap,
         "hardware slowdown": nvml.nvmlClocksThrottleReasonHwSlowdown,

@@ -9,35 +9,14 @@ V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class Shape(Protocol):
-    """The dimensions of a Transformer language model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the vocabulary, V."""
-
-    @property
-    def d_model(self) -> int:
-        """Width of the residual stream, D."""
-
-    @property
-    def d_ff(self) -> int:
-        """Width of the feed-forward part, F."""
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks, L."""
-
-    @property
-    def num_heads(self) -> int:
-        """Number of attention heads, H."""
+if TYPE_CHECKING:
+    from basics_model import ModelConfig
 
 
 def forward_flops(
-    shape: Shape, batch: int, sequence: int, *, causal: bool = False
+    shape: ModelConfig, batch: int, sequence: int, *, causal: bool = False
 ) -> dict[str, int]:
     """Operations of one forward pass by component.
 
@@ -58,13 +37,13 @@ def forward_flops(
     }
 
 
-def training_flops(shape: Shape, batch: int, sequence: int, *, causal: bool = False) -> int:
+def training_flops(shape: ModelConfig, batch: int, sequence: int, *, causal: bool = False) -> int:
     """Operations of forward and backward; the optimizer's element-wise work is not counted."""
     return 3 * sum(forward_flops(shape, batch, sequence, causal=causal).values())
 
 
 def step_work(
-    shape: Shape,
+    shape: ModelConfig,
     batch: int,
     sequence: int,
     *,

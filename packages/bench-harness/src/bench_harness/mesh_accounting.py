@@ -6,6 +6,9 @@ Dimensions: D d_model, F d_ff, L blocks, m matrices of a block, B tokens of the 
 replicas (data parallel), X ranks that shard weights (FSDP), Y ranks that split matrices (tensor
 parallel), C FLOP/s, W bytes/s. GB is 10^9 bytes, as on accelerator data sheets.
 
+Functions take a ``model``, the stack of feed-forward blocks, and a ``mesh``, None for 16 × 4 TPU
+v5p.
+
 Two models of transfers: :func:`compute_bound_batch` follows J. Austin et al., *How to Scale Your
 Model* (2025), where W is an axis of a torus with both directions and a factor (n - 1)/n is left
 out. :func:`ring_step` counts rings of devices that each send W bytes/s, with that factor.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from shard_optim.accounting import GB, rank_memory
 
@@ -53,8 +56,7 @@ class FeedForwardStack:
 XXL = FeedForwardStack()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Derived:
+class Derived(NamedTuple):
     """A number and how it came about."""
 
     value: float
@@ -89,7 +91,6 @@ def training_memory(model: FeedForwardStack = XXL, *, device_gb: float = 80) -> 
     """fp32 master weights, gradients and Adam state on one device; devices that this fills.
 
     Args:
-        model: the stack of feed-forward blocks.
         device_gb: memory of one device; 80 for an H100.
     """
     factors = f"{model.matrices}·{model.d_model}·{model.d_ff}·{model.num_blocks}"
@@ -102,19 +103,19 @@ def training_memory(model: FeedForwardStack = XXL, *, device_gb: float = 80) -> 
         "total": (memory.total, "16 B"),
     }
     result = {
-        name: Derived(value=value / GB, unit="GB", derivation=f"{count} × {each}")
+        name: Derived(value / GB, "GB", f"{count} × {each}")
         for name, (value, each) in parts.items()
     }
     result["saved_for_backward_per_token"] = Derived(
-        value=2 * model.saved_per_token / 1e6,
-        unit="MB",
-        derivation=f"bf16 inputs of the layers: 2 B × ({model.d_model} + "
+        2 * model.saved_per_token / 1e6,
+        "MB",
+        f"bf16 inputs of the layers: 2 B × ({model.d_model} + "
         f"{(2 * model.matrices - 3) * model.d_ff}) × {model.num_blocks} blocks",
     )
     result["devices"] = Derived(
-        value=memory.total / (device_gb * GB),
-        unit=f"devices of {device_gb:g} GB",
-        derivation=f"{memory.total / GB:.1f} GB / {device_gb:g} GB, activations excluded",
+        memory.total / (device_gb * GB),
+        f"devices of {device_gb:g} GB",
+        f"{memory.total / GB:.1f} GB / {device_gb:g} GB, activations excluded",
     )
     return result
 
@@ -129,7 +130,6 @@ def fsdp_memory(
     """Bytes per device when weights, gradients, state and part of the activations are sharded.
 
     Args:
-        model: the stack of feed-forward blocks.
         ranks: N, devices to shard over.
         tokens: tokens whose bf16 activations are kept for backward.
         sharded_activations: share of them that is sharded too (every second layer: 0.5).
@@ -138,9 +138,9 @@ def fsdp_memory(
     saved = 2 * model.saved_per_token * tokens
     value = fixed + saved * (sharded_activations / ranks + 1 - sharded_activations)
     return Derived(
-        value=value / GB,
-        unit="GB",
-        derivation=f"16 B × {model.numel:,} / {ranks} + {saved / GB:.2f} GB of activations × "
+        value / GB,
+        "GB",
+        f"16 B × {model.numel:,} / {ranks} + {saved / GB:.2f} GB of activations × "
         f"({sharded_activations:g}/{ranks} + {1 - sharded_activations:g})",
     )
 
@@ -163,9 +163,9 @@ def fsdp_ranks(model: FeedForwardStack = XXL, *, device_gb: float, tokens: int =
     weights = rank_memory(model.numel, world_size=1, stage=3).total / GB
     needed = (weights + saved / 2) / room
     return Derived(
-        value=float(int(needed) + 1),
-        unit="devices",
-        derivation=f"N > ({weights:.1f} + {saved / 2:.2f}) GB / ({device_gb:g} - {saved / 2:.2f}) "
+        float(int(needed) + 1),
+        "devices",
+        f"N > ({weights:.1f} + {saved / 2:.2f}) GB / ({device_gb:g} - {saved / 2:.2f}) "
         f"GB = {needed:.2f}",
     )
 
@@ -182,8 +182,6 @@ def compute_bound_batch(
     F ≥ α·Y/M_Y.
 
     Args:
-        model: the stack of feed-forward blocks.
-        mesh: None for 16 × 4 TPU v5p.
         concurrent: whether the two kinds of transfer overlap each other.
 
     Returns:
@@ -210,10 +208,8 @@ def compute_bound_batch(
     )
     devices = mesh.fsdp * mesh.tensor
     return {
-        "overall": Derived(value=overall, unit="tokens", derivation=how),
-        "per_device": Derived(
-            value=overall / devices, unit="tokens", derivation=f"B / {devices} devices"
-        ),
+        "overall": Derived(overall, "tokens", how),
+        "per_device": Derived(overall / devices, "tokens", f"B / {devices} devices"),
     }
 
 
@@ -224,10 +220,6 @@ def fewest_tokens(model: FeedForwardStack = XXL, *, mesh: Mesh | None = None) ->
     (X·W·M_Y). The longer of the two is least where they are equal, at X = sqrt(B·M_X·N / (F·M_Y))
     with N = X·Y devices. There T_math ≥ T_fsdp holds from B/N = α² / (M_X·M_Y·F) tokens per device
     on. Splitting further than Y = F·M_Y/α is bound by communication at any batch.
-
-    Args:
-        model: the stack of feed-forward blocks.
-        mesh: None for 16 × 4 TPU v5p; its devices are split anew.
     """
     mesh = mesh or Mesh()
     alpha = mesh.flops / mesh.bandwidth
@@ -237,15 +229,15 @@ def fewest_tokens(model: FeedForwardStack = XXL, *, mesh: Mesh | None = None) ->
     best = devices * alpha / (mesh.tensor_axes * model.d_ff)
     return {
         "least batch per device, best split": Derived(
-            value=per_device, unit="tokens", derivation=f"α² / (M_X·M_Y·F), α = {alpha:.1f}"
+            per_device, "tokens", f"α² / (M_X·M_Y·F), α = {alpha:.1f}"
         ),
         "FSDP ranks of the best split": Derived(
-            value=best,
-            unit="ranks",
-            derivation=f"X = sqrt(B·M_X·N / (F·M_Y)) = N·α/(M_Y·F), N = {devices} devices",
+            best,
+            "ranks",
+            f"X = sqrt(B·M_X·N / (F·M_Y)) = N·α/(M_Y·F), N = {devices} devices",
         ),
         "most ranks of tensor parallelism": Derived(
-            value=limit, unit="ranks", derivation=f"Y < F·M_Y/α = {model.d_ff} / {alpha:.1f}"
+            limit, "ranks", f"Y < F·M_Y/α = {model.d_ff} / {alpha:.1f}"
         ),
     }
 
@@ -263,8 +255,7 @@ def ring_step(
     gradients of replicas.
 
     Args:
-        model: its block.
-        mesh: None for 16 × 4 TPU v5p; ``fsdp_axes`` and ``tensor_axes`` are not used.
+        mesh: ``fsdp_axes`` and ``tensor_axes`` are not used.
         tokens: B, of the whole batch.
     """
     mesh = mesh or Mesh()
@@ -282,20 +273,18 @@ def ring_step(
         if phase == "backward":
             transfers["data"] = (z, 2 * weights / x, "2·(Z-1)/Z·2·m·D·F/(X·Y·W)")
         found[f"{phase}, computing"] = Derived(
-            value=1e3 * compute, unit="ms", derivation=f"{2 * twice}·m·B·D·F/(Z·X·Y·C)"
+            1e3 * compute, "ms", f"{2 * twice}·m·B·D·F/(Z·X·Y·C)"
         )
         times = {}
         for axis, (ranks, size, formula) in transfers.items():
             times[axis] = (ranks - 1) / ranks * size / mesh.bandwidth
-            found[f"{phase}, {axis} axis"] = Derived(
-                value=1e3 * times[axis], unit="ms", derivation=formula
-            )
+            found[f"{phase}, {axis} axis"] = Derived(1e3 * times[axis], "ms", formula)
         if any(times.values()):
             for how, total in (("at once", max(times.values())), ("in turn", sum(times.values()))):
                 found[f"{phase}, computing over transfers {how}"] = Derived(
-                    value=compute / total,
-                    unit="1",
-                    derivation="from 1 on, computing hides the transfers",
+                    compute / total,
+                    "1",
+                    "from 1 on, computing hides the transfers",
                 )
     return found
 
@@ -311,8 +300,7 @@ def ring_limits(
     (a·b + a + b)² / (4·a·b), or one axis alone where the split has less than one rank of an axis.
 
     Args:
-        model: its block.
-        mesh: bandwidth and FLOP/s; None for TPU v5p.
+        mesh: only its bandwidth and FLOP/s are used.
         tokens: B, of the whole batch.
     """
     mesh = mesh or Mesh()
@@ -336,10 +324,7 @@ def ring_limits(
             "X·Y ≤ (a·b + a + b)² / (4·a·b)" if inside else "X·Y ≤ 1 + max(a, b)",
         ),
     }
-    return {
-        name: Derived(value=value, unit="devices", derivation=how)
-        for name, (value, how) in limits.items()
-    }
+    return {name: Derived(value, "devices", how) for name, (value, how) in limits.items()}
 
 
 def described(given: Mapping[str, Any]) -> tuple[FeedForwardStack, Mesh, int]:

@@ -59,7 +59,7 @@ class Declared:
     hint: Any
     default: Any
     help: str
-    choices: tuple[str, ...] | None
+    choices: tuple[str, ...] | None = None
 
 
 def declared(experiment: Experiment) -> list[Declared]:
@@ -69,14 +69,8 @@ def declared(experiment: Experiment) -> list[Declared]:
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
     fields = dataclasses.fields(experiment.Options)
     return [
-        Declared(
-            field.name,
-            hints[field.name],
-            field.default,
-            field.metadata.get("help", ""),
-            field.metadata.get("choices"),
-        )
-        for field in sorted(fields, key=lambda field: field.name in inherited)
+        Declared(each.name, hints[each.name], each.default, **{"help": "", **each.metadata})
+        for each in sorted(fields, key=lambda field: field.name in inherited)
     ]
 
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 #: Shows one line of text while a call runs.
 Progress: TypeAlias = Callable[[str], None]
 
-#: How a call ends; "partial" is what the runner makes of one that was stopped between rounds.
-Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped", "partial"]
+#: How a call ends.
+Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped"]
 
 #: Imported by the server, also by that of ranks. Nothing here may touch a device.
 PRELOAD = [
@@ -150,6 +150,23 @@ def call(
         detail=detail,
         seconds=time.monotonic() - started,
     )
+
+
+def asked(function: Callable[..., JsonValue], *args: Any, timeout_s: float) -> JsonValue:
+    """What a function returns in a process of its own, for what must not be imported in this one.
+
+    Raises:
+        ValueError: it raised; one line says why.
+        TimeoutError: it took longer.
+    """
+    outcome = call(
+        function, *args, timeout_s=timeout_s, folder=Path.cwd(), on_progress=lambda text: None
+    )
+    if outcome.status == "timeout":
+        raise TimeoutError(outcome.error)
+    if outcome.status != "ok":
+        raise ValueError((outcome.error or "").removeprefix("ValueError: "))
+    return outcome.value
 
 
 def _failure(status: Status, error: str, *, seconds: float = 0.0) -> Outcome:

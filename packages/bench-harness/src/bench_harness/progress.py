@@ -25,7 +25,6 @@ STYLES = {
     "ok": "green",
     "oom": "yellow",
     "skipped": "cyan",
-    "partial": "red",
     "timeout": "red",
     "error": "red",
 }

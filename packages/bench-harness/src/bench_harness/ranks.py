@@ -18,6 +18,7 @@ and ends when that is gone.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import multiprocessing
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 StartMethod: TypeAlias = Literal["fork", "forkserver", "spawn"]
 
-# Of what a rank printed, so many bytes are kept.
+# Bytes kept from the end of what a rank printed.
 _TAIL = 4000
 # How long a rank that has reported may take to end, on a machine whose cores are busy.
 _SECONDS_TO_EXIT = 60.0
@@ -222,16 +223,6 @@ def _silent(text: str) -> None:
 # ---- launcher ------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Report:
-    """What the launcher has heard of a rank; ``died``: nothing, before its pipe was closed."""
-
-    value: Any
-    error: str | None
-    seconds: float
-    died: bool = False
-
-
 @dataclass(frozen=True)
 class _Launched:
     """Ranks that run, and the launcher's ends of their pipes."""
@@ -244,57 +235,50 @@ class _Launched:
 
     def outcomes(self, end_together: bool, progress: Progress) -> list[RankOutcome]:
         """Waits until all ranks have ended, or kills them at the deadline."""
-        reports = self._reports(end_together, progress)
-        failed = any(report.error is not None for report in reports.values())
-        killed: dict[int, str] = {}
-        stacks: dict[int, str] = {}
+        found = self._reports(end_together, progress)
+        failed = any(each.error is not None for each in found.values())
         for i, process in enumerate(self.processes):
-            if i in reports:
-                continue
-            if _is_stopped(process.pid):
-                killed[i] = "stopped by SIGSTOP; killed"
-            elif end_together and failed:
-                killed[i] = "killed, because another rank had failed"
-            else:
-                killed[i] = f"still running after {self.timeout_s:g} s; killed"
-                stacks[i] = _stacks(process.pid, _stacks_file(self.folder, i))
-            process.kill()  # before its pipe is closed, which it would take for our end
-            process.join()
+            if i not in found:
+                stacks = ""
+                if _is_stopped(process.pid):
+                    error = "stopped by SIGSTOP; killed"
+                elif end_together and failed:
+                    error = "killed, because another rank had failed"
+                else:
+                    error = f"still running after {self.timeout_s:g} s; killed"
+                    stacks = _stacks(process.pid, self.folder / f"stacks-{i}")
+                process.kill()  # before its pipe is closed, which it would take for our end
+                process.join()
+                seconds = time.monotonic() - self.start
+                found[i] = RankOutcome(
+                    rank=i, error=error, stacks=stacks, seconds=seconds, killed=True
+                )
         for pipe in self.pipes:
             pipe.close()  # ranks that have returned wait for this
-        for i in reports:
-            self.processes[i].join(_SECONDS_TO_EXIT)
-            if self.processes[i].is_alive():
-                if reports[i].error is None:
-                    killed[i] = (
-                        f"still running {_SECONDS_TO_EXIT:g} s after it had reported; killed"
-                    )
-                self.processes[i].kill()
-                self.processes[i].join()
-        found = []
-        for i, process in enumerate(self.processes):
-            report = reports.get(i) or _Report(None, None, time.monotonic() - self.start)
-            error = report.error or killed.get(i)
-            if report.died:
-                error = f"{report.error} (exit code {process.exitcode})"
-            found.append(
-                RankOutcome(
-                    rank=i,
-                    value=report.value,
-                    error=error,
-                    stacks=stacks.get(i, ""),
-                    exitcode=process.exitcode,
-                    seconds=report.seconds,
-                    died=report.died,
-                    killed=i in killed,
-                    output=_output(self.folder, i) if error else "",
-                )
-            )
-        return found
+        return [self._ended(found[i]) for i in range(len(self.processes))]
 
-    def _reports(self, end_together: bool, progress: Progress) -> dict[int, _Report]:
+    def _ended(self, rank: RankOutcome) -> RankOutcome:
+        """The outcome of a rank that has reported or was killed, once its process has ended."""
+        process, error = self.processes[rank.rank], rank.error
+        process.join(_SECONDS_TO_EXIT)
+        late = process.is_alive()
+        process.kill()
+        process.join()
+        if late and error is None:
+            error = f"still running {_SECONDS_TO_EXIT:g} s after it had reported; killed"
+        if rank.died:
+            error = f"{error} (exit code {process.exitcode})"
+        return dataclasses.replace(
+            rank,
+            error=error,
+            exitcode=process.exitcode,
+            killed=rank.killed or (late and rank.error is None),
+            output=_output(self.folder / f"output-{rank.rank}") if error else "",
+        )
+
+    def _reports(self, end_together: bool, progress: Progress) -> dict[int, RankOutcome]:
         """What ranks report until all have, or until the deadline; see ``end_together``."""
-        reports: dict[int, _Report] = {}
+        reports: dict[int, RankOutcome] = {}
         deadline = self.start + self.timeout_s
         while len(reports) < len(self.pipes) and (left := deadline - time.monotonic()) > 0:
             waited_for = [i for i in range(len(self.pipes)) if i not in reports]
@@ -319,8 +303,10 @@ class _Launched:
                     progress(f"rank {i}: {content[0]}")
                     continue
                 value, error = content
-                seconds = time.monotonic() - self.start
-                reports[i] = _Report(value, error, seconds, died=kind == "died")
+                seconds, died = time.monotonic() - self.start, kind == "died"
+                reports[i] = RankOutcome(
+                    rank=i, value=value, error=error, seconds=seconds, died=died
+                )
                 if error is not None and end_together:
                     deadline = min(deadline, time.monotonic() + _SECONDS_TO_FOLLOW)
         return reports
@@ -333,10 +319,6 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] == "T"
-
-
-def _stacks_file(folder: Path, rank: int) -> Path:
-    return folder / f"stacks-{rank}"
 
 
 def _stacks(pid: int, path: Path) -> str:
@@ -352,14 +334,10 @@ def _stacks(pid: int, path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _output_file(folder: Path, rank: int) -> Path:
-    return folder / f"output-{rank}"
-
-
-def _output(folder: Path, rank: int) -> str:
+def _output(path: Path) -> str:
     """The end of what a rank printed."""
     try:
-        with _output_file(folder, rank).open("rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             return file.read().decode(errors="replace").strip()
     except FileNotFoundError:  # it died before it was ready
@@ -422,10 +400,10 @@ def _rank_main(
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_WORLD_SIZE": str(rank.world_size),
     }
-    with _output_file(rank.folder, rank.rank).open("wb") as output:
+    with (rank.folder / f"output-{rank.rank}").open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    stacks = _stacks_file(rank.folder, rank.rank).open("w")
+    stacks = (rank.folder / f"stacks-{rank.rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     faulthandler.enable(sys.__stderr__ or stacks)
     done = threading.Event()
@@ -440,7 +418,8 @@ def _rank_main(
         device = _device(rank)
         dist.init_process_group(
             rank.backend,
-            store=_store(rank),
+            # In a file, because a port would be open to the network.
+            store=dist.FileStore(str(rank.folder / "store"), rank.world_size),  # type: ignore[attr-defined]
             rank=rank.rank,
             world_size=rank.world_size,
             timeout=timedelta(seconds=rank.collective_timeout_s),
@@ -475,15 +454,10 @@ def _device(rank: _Rank) -> Any:
         device = torch.device("cuda", rank.rank)
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(max(1, _cores() // rank.world_size))
+    known = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // rank.world_size))
     return torch.device("cpu")
-
-
-def _store(rank: _Rank) -> Any:
-    """Where ranks meet: in a file, because a port would be open to the network."""
-    import torch.distributed as dist
-
-    return dist.FileStore(str(rank.folder / "store"), rank.world_size)  # type: ignore[attr-defined]
 
 
 def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> None:
@@ -496,7 +470,3 @@ def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> No
     if not done.is_set():
         shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from typing import Any
 from bench_harness.core import JsonValue, Row
 
 #: How a case may end.
-STATUSES = frozenset({"ok", "oom", "skipped", "partial", "timeout", "error"})
+STATUSES = frozenset({"ok", "oom", "skipped", "timeout", "error"})
 
 #: A case's key names a folder, so it holds no separator and no dot.
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -112,7 +112,6 @@ _NEEDED: dict[str, Callable[[Any], bool]] = {
 _CHECKED: dict[str, Callable[[Any], bool]] = {
     "machine_before": _is_machine,
     "machine_after": _is_machine,
-    "finished_rounds": _is_count,
 }
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench_harness import environment, experiments, process, rounds
+from bench_harness import environment, experiments, process
 from bench_harness.core import Case, CaseSkipped, JsonValue, Row
 from bench_harness.process import Outcome, Status
-from bench_harness.rounds import ENDED
 from bench_harness.store import (
     ARTIFACTS,
     ENVIRONMENTS,
@@ -20,10 +19,11 @@ from bench_harness.store import (
     RUN,
     Store,
     Writer,
-    kept_rounds,
-    remove_rounds,
 )
-from bench_harness.workload import too_large
+
+#: Key under which an experiment's row says that this variant alone was skipped or failed:
+#: ``{"status": "skipped", "error": "why"}``.
+ENDED = "ended"
 
 
 class Reporter(Protocol):
@@ -113,7 +113,7 @@ def run(
 
     Raises:
         StoreError: the folder cannot be written.
-        KeyboardInterrupt: the running case is killed first. Rows of its finished rounds are kept.
+        KeyboardInterrupt: the running case is killed first.
     """
     counts: dict[Status, int] = {}
     with store.open_for_writing() as writer:
@@ -135,7 +135,6 @@ def run(
                 "config": dict(case.config),
             }
             with _folder(case, store) as folder:
-                rounds.prepare(folder, about)
                 outcome = process.call(
                     run_case,
                     case,
@@ -143,9 +142,7 @@ def run(
                     folder=folder,
                     on_progress=reporter.case_progress,
                 )
-                outcome = rounds.with_kept_rows(outcome, folder)
                 writer.append(_rows(outcome, about))
-                remove_rounds(folder)
             counts[outcome.status] = counts.get(outcome.status, 0) + 1
             reporter.case_finished(case, outcome)
     return counts
@@ -171,8 +168,9 @@ def _folder(case: Case, store: Store) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if not kept_rounds(folder):  # else the next run moves them into the results
-            remove_rounds(folder)
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def run_case(case: Case, progress: process.Progress) -> JsonValue:
@@ -182,12 +180,12 @@ def run_case(case: Case, progress: process.Progress) -> JsonValue:
         Its rows, and the state of the machine before and after.
 
     Raises:
-        CaseSkipped: its model does not fit this machine.
+        CaseSkipped: this machine lacks something that it needs.
         ValueError: the experiment gives no rows, or one that uses a name of :data:`RESERVED`.
     """
-    if (why := too_large(case.config)) is not None:
-        raise CaseSkipped(why)
     experiment = experiments.get(case.experiment)
+    if (why := experiment.missing(case)) is not None:
+        raise CaseSkipped(why)
     before = environment.snapshot()
     rows = experiment.run(case, progress)
     if not rows:
@@ -213,9 +211,6 @@ def _add_timer_overhead(rows: list[Row], case: Case) -> None:
 
 
 def _rows(outcome: Outcome, about: Row) -> list[Row]:
-    if outcome.status == "partial":
-        kept: list[Row] = outcome.value["rows"]
-        return kept
     identity = {
         **about,
         "status": outcome.status,
@@ -225,7 +220,10 @@ def _rows(outcome: Outcome, about: Row) -> list[Row]:
     }
     if outcome.status != "ok":
         return [identity]
-    first, *others = (rounds.identified(identity, row) for row in outcome.value["rows"])
+    first, *others = (
+        {**identity, **row.get(ENDED, {}), **{k: v for k, v in row.items() if k != ENDED}}
+        for row in outcome.value["rows"]
+    )
     machine = {name: outcome.value[name] for name in ("machine_before", "machine_after")}
     return [{**first, **machine}, *others]  # the state of the machine belongs to the case
 
@@ -242,10 +240,10 @@ def _record_run(
     writer.write_json(RUN, [*runs, {**invocation, **entry}])
     environments = store.environments()
     if "torch" not in environments.get(identity, {}):
-        outcome = process.call(
-            _describe_torch, timeout_s=300.0, folder=Path.cwd(), on_progress=lambda text: None
-        )
-        described = outcome.value if outcome.status == "ok" else {"error": outcome.error}
+        try:
+            described = process.asked(_describe_torch, timeout_s=300.0)
+        except (ValueError, TimeoutError) as error:
+            described = {"error": str(error)}
         environments[identity] = {**description, "torch": described}
         writer.write_json(ENVIRONMENTS, environments)
 

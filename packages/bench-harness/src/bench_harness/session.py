@@ -14,7 +14,7 @@ from bench_harness import experiments, runner, terminal
 from bench_harness.core import Case
 from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
-from bench_harness.store import PARTIAL, Store
+from bench_harness.store import Store
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -151,15 +151,10 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
     try:
         _measure(request, store, planned, console)
     except KeyboardInterrupt:
-        partial = {
-            f"{row['label']}: {row['error']}": None
-            for row in store.load().rows
-            if row["status"] == PARTIAL and row["case_key"] in keys
-        }
-        terminal.interrupted(runner.plan(cases, store), partial, folder, console)
+        terminal.interrupted(runner.plan(cases, store), folder, console)
         raise
     write_report(store, console, tables=tables, as_json=as_json)
-    failed = {"error", "timeout", PARTIAL}
+    failed = ("error", "timeout")
     return not any(row["status"] in failed for row in store.load().rows if row["case_key"] in keys)
 
 
@@ -190,7 +185,7 @@ def write_report(store: Store, console: Console, *, tables: bool, as_json: bool 
         built = report.build(store)
         page = report.write(built, store.folder)
     if tables:
-        terminal.tables(built.sections, console)
+        terminal.tables((each for part in built.sections for each in part.tables), console)
     terminal.summary(built, page, console)
     if as_json:
         print(json.dumps(report.as_json(built, page), allow_nan=False))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from scipy import stats
@@ -103,16 +103,9 @@ def ratio_interval(
     if max(top.size, bottom.size) > MANY:
         rng = np.random.default_rng(0)
         return ratio, *_percentiles(_drawn_medians(top, rng) / _drawn_medians(bottom, rng))
-    result = stats.bootstrap(
-        (top, bottom),
-        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(0),
+    return ratio, *_bootstrap(
+        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis), top, bottom
     )
-    interval = result.confidence_interval
-    return ratio, float(interval.low), float(interval.high)
 
 
 def with_summary(
@@ -183,15 +176,19 @@ def _interval(values: np.ndarray) -> tuple[float | None, float | None]:
         return float(values[0]), float(values[0])
     if values.size > MANY:
         return _percentiles(_drawn_medians(values, np.random.default_rng(0)))
-    result = stats.bootstrap(
-        (values,),
-        np.median,
+    return _bootstrap(np.median, values)
+
+
+def _bootstrap(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float, float]:
+    """The percentile interval of a statistic of one or more samples."""
+    interval = stats.bootstrap(
+        samples,
+        statistic,
         n_resamples=RESAMPLES,
         confidence_level=CONFIDENCE,
         method="percentile",
         rng=np.random.default_rng(0),
-    )
-    interval = result.confidence_interval
+    ).confidence_interval
     return float(interval.low), float(interval.high)
 
 

@@ -5,15 +5,11 @@ Layout of a run folder::
     run.json        the command, its options and versions, one entry per invocation
     env.json        the environments the rows were measured in, by environment id
     results.jsonl   one line per row; only ever appended to, synchronised to disk per case
-    artifacts/      what cases left behind: traces, snapshots; rounds.json of one that was stopped
+    artifacts/      what cases left behind: traces, snapshots
     tables/ figures/ report.html    made from the above, and replaceable at any time
 
 All rows of a case are written at once and each states how many there are, so a case torn by a
 crash is recognised as unfinished.
-
-A case that measures in rounds keeps the rows of its finished rounds in ``rounds.json`` while it is
-under way (:mod:`bench_harness.rounds`). A run that is stopped leaves the file. Until the next run
-moves its rows into ``results.jsonl``, they are read from there.
 """
 
 from __future__ import annotations
@@ -37,20 +33,16 @@ _UNDER_WAY = ".partial"
 SCHEMA_VERSION = 1
 
 RESULTS, RUN, ENVIRONMENTS, ARTIFACTS = "results.jsonl", "run.json", "env.json", "artifacts"
-#: In the folder of a case under ``artifacts/``: the rows of its finished rounds.
-ROUNDS = "rounds.json"
 
 #: What the runner says about a row; a measurement may not use these names.
 RESERVED = frozenset(
     {
         *("schema", "case_rows", "case_key", "experiment", "label", "config", "environment"),
         *("commit", "started", "seconds", "status", "error", "detail"),
-        *("machine_before", "machine_after", "finished_rounds"),
+        *("machine_before", "machine_after"),
     }
 )
 
-#: Status of rows that hold only the finished rounds of a case that was stopped.
-PARTIAL = "partial"
 #: Statuses that need no second attempt: a measurement, or a fact about the machine.
 FINISHED = frozenset({"ok", "oom", "skipped"})
 
@@ -116,51 +108,12 @@ class Store:
     def load(self) -> Loaded:
         """Reads every row; a case measured twice counts with its last complete attempt.
 
-        Finished rounds of a case that was stopped, or is under way, count as an attempt.
-
         Raises:
             StoreError: the file cannot be read, or was written by a newer version.
         """
-        attempts, damaged = self._attempts()
-        for rows in self._left_rounds().values():
-            if rows:
-                attempts.setdefault(_attempt(rows[0]), rows)
-        last: dict[str, list[Row]] = {}
-        for (key, _), rows in attempts.items():
-            count = rows[0]["case_rows"]
-            if rows == rows[:count] * (len(rows) // count):  # a file put together from copies
-                last.pop(key, None)  # a repeated case takes its latest place in the order
-                last[key] = rows[:count]
-        return Loaded([row for rows in last.values() for row in rows], damaged)
-
-    def _left_rounds(self) -> dict[Path, list[Row]]:
-        """The rows of finished rounds by the folder of their case; none before its first round."""
-        files = sorted(self.subfolder(ARTIFACTS).glob(f"*/{ROUNDS}"))
-        folders = [self.subfolder(ARTIFACTS, file.parent.name) for file in files]
-        return {folder: kept_rounds(folder) for folder in folders}
-
-    def _move_left_rounds(self, writer: Writer) -> None:
-        """Appends the rows of finished rounds that a stopped run left, and removes their files.
-
-        Raises:
-            StoreError: the rows cannot be read or written.
-        """
-        left = self._left_rounds()
-        known = self._attempts()[0] if left else {}
-        for folder, rows in left.items():
-            if rows and _attempt(rows[0]) not in known:
-                writer.append(rows)
-            remove_rounds(folder)
-
-    def _attempts(self) -> tuple[dict[tuple[str, str], list[Row]], dict[int, str]]:
-        """The rows of the file by :func:`_attempt`, and its damaged lines."""
-        try:
+        with _told(self.results, "readable", "Correct it."):
             lines = (read_file(self.results) or b"").splitlines()
-        except OSError as error:
-            raise StoreError(
-                f"{self.results} must be readable, but got an error: {error.strerror}. Correct it."
-            ) from None
-        attempts: dict[tuple[str, str], list[Row]] = {}
+        attempts: dict[tuple[str, str], list[Row]] = {}  # by case and start
         damaged: dict[int, str] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -176,8 +129,14 @@ class Store:
             if row is None or wrong is not None:
                 damaged[number] = wrong or ""
                 continue
-            attempts.setdefault(_attempt(row), []).append(row)
-        return attempts, damaged
+            attempts.setdefault((row["case_key"], row["started"]), []).append(row)
+        last: dict[str, list[Row]] = {}
+        for (key, _), rows in attempts.items():
+            count = rows[0]["case_rows"]
+            if rows == rows[:count] * (len(rows) // count):  # a file put together from copies
+                last.pop(key, None)  # a repeated case takes its latest place in the order
+                last[key] = rows[:count]
+        return Loaded([row for rows in last.values() for row in rows], damaged)
 
     def finished(self, environment: str) -> set[str]:
         """Keys of cases that this environment has finished (see :data:`FINISHED`)."""
@@ -212,9 +171,7 @@ class Store:
                     f"{self.folder} must be used by one run at a time, but got a second one. Wait, "
                     "or choose another --output."
                 ) from None
-            writer = Writer(self, file)
-            self._move_left_rounds(writer)
-            yield writer
+            yield Writer(self, file)
 
     def runs(self) -> list[Row]:
         """The invocations that wrote into the folder (``run.json``), the latest one last.
@@ -260,37 +217,6 @@ class Store:
             ) from None
 
 
-def _attempt(row: Row) -> tuple[str, str]:
-    """What all rows of one attempt at a case share, and no other attempt has."""
-    return row["case_key"], row["started"]
-
-
-def kept_rounds(folder: Path) -> list[Row]:
-    """The rows of finished rounds in the folder of a case; none if there are none to read.
-
-    Raises:
-        StoreError: a link, a named pipe or a device has the file's name.
-    """
-    try:
-        kept = row_checks.parse(read_file(folder / ROUNDS) or b"")
-    except OSError:
-        return []
-    rows = None if kept is None else kept.get("rows")
-    if not isinstance(rows, list):
-        return []
-    right = all(isinstance(row, dict) and row_checks.problem(row) is None for row in rows)
-    return rows if right and all(row["schema"] <= SCHEMA_VERSION for row in rows) else []
-
-
-def remove_rounds(folder: Path) -> None:
-    """Removes the file of finished rounds from the folder of a case, and the folder if empty."""
-    for name in (ROUNDS, ROUNDS + _UNDER_WAY):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: the case left artifacts
-        folder.rmdir()
-        folder.parent.rmdir()
-
-
 def _is_invocation(value: JsonValue) -> bool:
     return (
         isinstance(value, dict)
@@ -328,7 +254,8 @@ class Writer:
         Raises:
             StoreError: the disk is full or gone; rows written before stay readable.
         """
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in stamped(rows))
+        stamp = {"schema": SCHEMA_VERSION, "case_rows": len(rows)}
+        text = "".join(json.dumps({**stamp, **row}, allow_nan=False) + "\n" for row in rows)
         self._write(text.encode())
 
     def write_json(self, name: str, content: Mapping[str, JsonValue] | Sequence[JsonValue]) -> None:
@@ -340,20 +267,21 @@ class Writer:
         replace_file(self._store.folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
     def _write(self, data: bytes) -> None:
-        try:
+        kept = "What was measured before is kept, and the same command goes on from there."
+        with _told(self._store.results, "writable", kept):
             while data:
                 data = data[self._file.write(data) :]
             os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StoreError(
-                f"{self._store.results} must be writable, but got an error: {error.strerror}. What "
-                "was measured before is kept, and the same command goes on from there."
-            ) from None
 
 
-def stamped(rows: Sequence[Row]) -> list[Row]:
-    """The rows of one attempt at a case, each with its layout's version and their number."""
-    return [{"schema": SCHEMA_VERSION, **row, "case_rows": len(rows)} for row in rows]
+@contextlib.contextmanager
+def _told(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Makes an error of the system one line that names the path and what to do."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{path} must be {what}, but got an error: {error.strerror}. {remedy}"
+        raise StoreError(text) from None
 
 
 def _require_file(path: Path) -> None:
@@ -395,14 +323,9 @@ def replace_file(path: Path, content: bytes) -> None:
         StoreError: the disk is full or gone, or the folder is not writable.
     """
     partial = path.with_name(path.name + _UNDER_WAY)
-    try:
+    with _told(path, "writable", "Free space or name another."):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # whatever it is, it is not written through
         with open(partial, "xb", opener=_unfollowed) as file:
             file.write(content)
         partial.replace(path)
-    except OSError as error:
-        raise StoreError(
-            f"{path} must be writable, but got an error: {error.strerror}. Free space or name "
-            "another."
-        ) from None

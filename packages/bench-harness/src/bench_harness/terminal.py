@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from bench_harness.compare import Comparison, Comparisons
     from bench_harness.core import Table
-    from bench_harness.report import Report, Section
+    from bench_harness.report import Report
 
 _VERDICTS = {"faster": "green", "slower": "red", "same": "", "cannot tell": "yellow"}
 
@@ -38,18 +38,10 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     line(console, f"{text}, into {folder}")
 
 
-def interrupted(
-    planned: Sequence[Planned], partial: Iterable[str], folder: Path, console: Console
-) -> None:
-    """How to go on after Ctrl-C.
-
-    Args:
-        partial: why each case was stopped of which only finished rounds are kept.
-    """
+def interrupted(planned: Sequence[Planned], folder: Path, console: Console) -> None:
+    """How to go on after Ctrl-C."""
     done = sum(item.finished for item in planned)
     line(console, f"Stopped: {done} of {plural(len(planned), 'case')} kept in {folder}.")
-    for text in partial:
-        line(console, f"Partial rows of {text}; bench-harness report {folder} shows them.")
     line(console, "The same command goes on with the rest.")
 
 
@@ -86,7 +78,7 @@ def _by(planned: Sequence[Planned]) -> str:
 
 def summary(report: Report, page: Path, console: Console) -> None:
     """One line per experiment, what failed, where the page is; last, what matters most."""
-    names = ("ok", "oom", "skipped", "partial", "timeout", "error")
+    names = ("ok", "oom", "skipped", "timeout", "error")
     if len(report.sections) > 1 or set(report.counts) != {"ok"}:
         _counts(report, names, console)
     for note in report.notes:
@@ -116,12 +108,11 @@ def _counts(report: Report, names: Sequence[str], console: Console) -> None:
     console.print(grid)
 
 
-def tables(sections: Sequence[Section], console: Console) -> None:
-    """The experiments' own tables, with every column."""
-    for section in sections:
-        for table in section.tables:
-            for grid in _fitting(table, console):
-                console.print(grid)
+def tables(found: Iterable[Table], console: Console) -> None:
+    """Tables with every column."""
+    for table in found:
+        for grid in _fitting(table, console):
+            console.print(grid)
 
 
 def _fitting(table: Table, console: Console) -> list[Grid]:
@@ -170,24 +161,6 @@ def _column_width(name: str, values: Sequence[str]) -> int:
 
 def _width(frame: pd.DataFrame, cell: Callable[[Any], str]) -> int:
     return sum(_column_width(str(name), [cell(v) for v in frame[name]]) for name in frame.columns)
-
-
-def plain_tables(found: Mapping[str, Sequence[Row]], console: Console) -> None:
-    """Prints tables by title with all columns; long cells are folded."""
-    from bench_harness.display.cells import cell
-
-    for title, rows in found.items():
-        if not rows:
-            continue
-        grid = _grid(*rows[0])
-        grid.title, grid.title_justify, grid.title_style = title, "left", "bold"
-        for column, name in zip(grid.columns, rows[0], strict=True):
-            numeric = all(isinstance(row[name], int | float | None) for row in rows)
-            column.justify = "right" if numeric else "left"
-            column.overflow = "fold"
-        for row in rows:
-            grid.add_row(*(Text(cell(value)) for value in row.values()))
-        console.print(grid)
 
 
 def _is_number(text: str) -> bool:

@@ -158,16 +158,12 @@ class SamplingOptions:
     )
     max_seconds: float = option(10.0, "Seconds that a case may go on sampling for that.")
 
-    def sampling(self) -> dict[str, float]:
-        """The options by the names under which a case's configuration stores them."""
-        return {"interval": self.interval, "max_seconds": self.max_seconds}
-
 
 class Enough:
     """Says whether enough samples were taken; its time limit begins when it is constructed.
 
     Args:
-        config: of a case, with :meth:`SamplingOptions.sampling`; without it the least is enough.
+        config: of a case, with :class:`SamplingOptions`; without them the least is enough.
         parts: how many such decisions share the seconds of the case.
     """
 

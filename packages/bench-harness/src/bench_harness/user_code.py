@@ -147,25 +147,14 @@ def _asked(
     """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
     from bench_harness import process
 
-    outcome = process.call(
-        _look_at,
-        list(names),
-        subject,
-        device,
-        list(calls),
-        timeout_s=_LIMIT_S,
-        folder=Path.cwd(),
-        on_progress=lambda text: None,
-    )
-    if outcome.status == "timeout":
+    try:
+        given = list(names), subject, device, list(calls)
+        found: Row = process.asked(_look_at, *given, timeout_s=_LIMIT_S)
+    except TimeoutError:
         raise ValueError(
             f"{', '.join(names)} must be imported, made and called once within {_LIMIT_S:g} s, but "
             "took longer. Correct what hangs."
-        )
-    if outcome.status != "ok":
-        error = (outcome.error or "").removeprefix("ValueError: ")
-        raise ValueError(error)
-    found: Row = outcome.value
+        ) from None
     return found
 
 

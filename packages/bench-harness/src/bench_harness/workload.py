@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -214,7 +215,7 @@ def imported(name: str, what: str) -> Any:
     # second in which it was written, the old code would run under the new code's name.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{what} must be an importable package.module:name, but got {name!r} ({error}). "

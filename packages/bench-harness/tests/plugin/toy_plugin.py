@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from bench_harness.core import Case, CaseSkipped, Figure, Row, Table, option
 from bench_harness.experiments import Experiment
 from bench_harness.ranks import launch
-from bench_harness.rounds import hand_over
 
 KINDS = (
     "ok",
@@ -35,7 +34,6 @@ KINDS = (
     "empty",
     "rank-dies",
     "noisy",
-    "rounds",
 )
 
 
@@ -57,26 +55,11 @@ def _noisy_ms(folder: str) -> list[float]:
     return [20 * draw.lognormvariate(0.0, 0.05) for _ in range(15)]
 
 
-def _two_rounds(seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """Hangs in its second round, unless a file in the folder of results lets it go on."""
-    names, every = ("plain", "double", "left out"), []
-    for number in (1, 2):
-        progress(f"round {number}")
-        time.sleep(seconds)
-        if number == 2 and not (Path.cwd().parents[1] / "go-on").exists():
-            time.sleep(600)
-        every += [1.0, 1.01, 1.02, 1.0, 1.01, 1.01]
-        rows: list[Row] = [{"variant": name, "samples_ms": list(every)} for name in names]
-        rows[2] = {"variant": "left out", "ended": {"status": "skipped", "error": "not here"}}
-        hand_over(Path.cwd(), rows, finished=number, asked=2)
-    return rows
-
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     kinds: tuple[str, ...] = option(("ok",), "How the cases end.", choices=KINDS)
     repeats: int = option(1, "Cases of each kind.")
-    seconds: float = option(0.0, "How long a slow case, or a round, takes.")
+    seconds: float = option(0.0, "How long a slow case takes.")
     note: str | None = option(None, "Anything.")
     flag: bool = option(False, "Nothing.")
     broken_report: bool = option(False, "Whether the tables fail.")
@@ -142,8 +125,6 @@ class Toy(Experiment):
         if kind == "noisy":
             folder = Path.cwd().parents[1].name  # of RUN/artifacts/CASE
             return [{"variant": "plain", "samples_ms": _noisy_ms(folder)}]
-        if kind == "rounds":
-            return _two_rounds(case.config["seconds"], progress)
         row: Row = {"in_bad_fork": torch.cuda._is_in_bad_fork(), "pid": os.getpid()}
         if kind == "artifact":
             Path("trace.txt").write_text("kept")

@@ -7,19 +7,19 @@ import io
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from bench_harness.core import Bars
+from bench_harness.display.bars import COLOURS, placed
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
     from bench_harness.core import Figure as Picture
 
-#: Colours that stay apart for colour-blind readers and in grey print (Okabe and Ito, 2008).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-
 #: A vector picture past this size (many points) is embedded as PNG instead.
 _SVG_LIMIT_BYTES = 400_000
 
-_DRAWN: weakref.WeakKeyDictionary[Figure, bytes] = weakref.WeakKeyDictionary()
+_DRAWN: weakref.WeakKeyDictionary[Figure | Bars, bytes] = weakref.WeakKeyDictionary()
 
 _STYLE: Any = {
     "axes.grid": True,
@@ -31,7 +31,6 @@ _STYLE: Any = {
     "figure.dpi": 120,
     "font.size": 10,
     "grid.alpha": 0.3,
-    "hatch.linewidth": 0.6,
     "legend.fontsize": "small",
     "lines.markersize": 4,
     "svg.hashsalt": "bench-harness",  # the same rows give the same bytes
@@ -63,7 +62,37 @@ def new_figure(
     return figure, axes
 
 
-def png_bytes(figure: Figure) -> bytes:
+def draw_bars(bars: Bars) -> Figure:
+    """The bars as a drawing, each with its name above it."""
+    from matplotlib.patches import Patch
+
+    shown = placed(bars)
+    panels, colour = shown.panels, shown.colours
+    count = sum(map(len, panels.values()))
+    figure, axes = new_figure(rows=len(panels), height=0.6 + 0.35 * len(panels) + 0.36 * count)
+    for plot, (title, panel) in zip(axes[:, 0], panels.items(), strict=True):
+        for y, bar in enumerate(panel):
+            for box in bar.boxes:
+                plot.barh(y, box.width, 0.42, box.left, color=colour[box.name])
+            if bar.whisker is not None:
+                plot.plot(bar.whisker, [y, y], "-", color="#555555", linewidth=1.2)
+                plot.plot(bar.whisker[1:], [y], ">" if bar.cut else "|", color="#555555")
+            text = f"{bar.text} {shown.unit}" + ", unsteady" * (not bar.steady)
+            size = 8.3 * min(1.0, 80 / (len(bar.name) or 1))  # so that long names fit the width
+            plot.annotate(bar.name, (0, y - 0.25), (2, 0), textcoords="offset points",
+                          va="bottom", fontsize=size)  # fmt: skip
+            plot.annotate(text, (101, y), va="center", fontsize="small")
+        plot.set_ylim(len(panel) - 0.6, -0.8)
+        plot.set_xlim(0, 140)
+        plot.set_title(title)
+        plot.axis("off")
+    if len(colour) > 1:
+        handles = [Patch(color=each, label=name) for name, each in colour.items()]
+        figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def png_bytes(figure: Figure | Bars) -> bytes:
     """The figure as PNG of 256 colours, which is a third of the size and looks the same."""
     from PIL import Image
 
@@ -74,7 +103,7 @@ def png_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def svg_bytes(figure: Figure) -> bytes:
+def svg_bytes(figure: Figure | Bars) -> bytes:
     """The figure as SVG without a background, which a dark page may invert.
 
     Drawn once, for its file and for the page: the layout of a figure stays as it was drawn first.
@@ -92,9 +121,11 @@ def data_uri(picture: Picture) -> str:
     return "data:image/png;base64," + base64.b64encode(png_bytes(picture.figure)).decode()
 
 
-def _render(figure: Figure, file_format: str, *, transparent: bool = False) -> bytes:
+def _render(figure: Figure | Bars, file_format: str, *, transparent: bool = False) -> bytes:
     import matplotlib as mpl
 
+    if isinstance(figure, Bars):
+        figure = draw_bars(figure)
     buffer = io.BytesIO()
     # Metadata would hold the date, and for SVG the address of an ontology.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}

@@ -11,7 +11,6 @@ from bench_harness.core import Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.axes import Axes
 
 #: Columns that several experiments show.
 COMMON = (
@@ -41,6 +40,24 @@ COMMON = (
     Column("clock_mhz", "clock", "MHz"),
     Column("ran", "attention that ran"),
     Column("missed", "prediction missed"),
+    Column("kernel", "kernel"),
+    Column("work", "work"),
+    Column("count", "runs", "count"),
+    Column("total_ms", "total", "ms"),
+    Column("gathers", "gathers", "count"),
+    Column("late_gathers", "late", "count"),
+    Column("late_ms", "computation waited", "ms"),
+    Column("number", "gather", "number"),
+    Column("unit", "unit"),
+    Column("gather_ms", "gather itself", "ms"),
+    Column("exposed_ms", "exposed", "ms"),
+    Column("idle_ms", "idle", "ms"),
+    Column("spans", "spans"),
+    Column("d_model", "d_model"),
+    Column("num_layers", "num_layers"),
+    Column("parameters", "parameters", "count"),
+    Column("attention", "attention"),
+    Column("error", "why"),
     Column("status", "status"),
 )
 #: Keys that ``stats.with_summary`` and ``roofline.with_roofline`` add.
@@ -89,6 +106,33 @@ class Columns:
 def finished(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows that hold a measurement."""
     return rows[rows["status"] == "ok"] if "status" in rows else rows
+
+
+def steady(rows: pd.DataFrame) -> pd.Series[Any]:
+    """Whether each median of :func:`bench_harness.stats.with_summary` may be quoted."""
+    shaky = rows["unstable"].map(lambda value: value is True or value == 1)
+    if "too_short" in rows:
+        shaky |= rows["too_short"].map(lambda value: value is True or value == 1)
+    return ~shaky
+
+
+def over(rows: pd.DataFrame, reference: pd.Series[bool], keys: str) -> pd.Series[Any]:
+    """Each median over that of the reference row with the same keys, where both are steady.
+
+    Args:
+        reference: which rows are references.
+        keys: with spaces between them.
+    """
+    import pandas as pd
+
+    medians = rows["median_ms"].where(steady(rows)).astype("float64")
+    known = dict(zip(_keys(rows[reference], keys), medians[reference], strict=True))
+    of = [known.get(key, float("nan")) for key in _keys(rows, keys)]
+    return medians / pd.Series(of, index=rows.index)
+
+
+def _keys(rows: pd.DataFrame, keys: str) -> list[tuple[Any, ...]]:
+    return list(rows[keys.split()].itertuples(index=False, name=None))
 
 
 def lengths(rows: pd.DataFrame) -> pd.DataFrame:
@@ -167,27 +211,3 @@ def by(rows: pd.DataFrame, names: Iterable[str]) -> list[tuple[str, pd.DataFrame
         )
         for values, group in rows.groupby(varying, sort=False, dropna=False)
     ]
-
-
-def log_axes(plot: Axes, *, x: str, y: str, x_base: int = 2, y_log: bool = True) -> None:
-    """Logarithmic axes with the given labels and plain numbers at the ticks.
-
-    Args:
-        x_base: of the ticks along x.
-        y_log: False keeps y linear, for values that may be 0 or less.
-    """
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    plot.set_xlabel(x)
-    plot.set_ylabel(y)
-    plot.set_xscale("log", base=x_base)
-    plot.xaxis.set_major_formatter(plain)
-    if y_log:
-        plot.set_yscale("log")
-        low, high = plot.get_ylim()
-        # Within a decade or two, powers of ten alone are too few to read a value.
-        steps = (1.0, 2.0, 5.0) if high < 300 * low else (1.0,)
-        plot.yaxis.set_major_locator(LogLocator(subs=steps))
-        plot.yaxis.set_major_formatter(plain)
-        plot.yaxis.set_minor_locator(NullLocator())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = row_tables.Columns(
     Column("variant", "size"),
-    Column("parameters", "parameters", "count"),
     Column("forward_gflop", "forward", "GFLOP", 6),
     Column("step_gflop", "training step", "GFLOP", 6),
     Column("parameter_gb", "parameters", "GB", 6),
@@ -139,21 +138,15 @@ class Accounting(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Where the operations of a forward pass go, by size."""
-        from bench_harness.display.plots import COLOURS, new_figure
-
         if "flops_by_part" not in rows:
             return []
         sizes = rows[rows["flops_by_part"].notna()]
-        figure, axes = new_figure(height=1.5 + 0.4 * len(sizes))
-        left = [0.0] * len(sizes)
-        for colour, part in zip(COLOURS, sizes["flops_by_part"].iloc[0], strict=False):
-            share = [100 * parts[part] / sum(parts.values()) for parts in sizes["flops_by_part"]]
-            axes[0, 0].barh(sizes["variant"], share, left=left, color=colour, label=part)
-            left = [a + b for a, b in zip(left, share, strict=True)]
-        axes[0, 0].invert_yaxis()
-        axes[0, 0].set_xlabel("share of forward operations (%)")
-        figure.legend(loc="outside upper center", ncols=2)
-        return [Figure("accounting_flops", "Operations of a forward pass by part", figure)]
+        bars = [
+            Bar(name, {part: 100 * flops / sum(parts.values()) for part, flops in parts.items()})
+            for name, parts in zip(sizes["variant"], sizes["flops_by_part"], strict=True)
+        ]
+        title = "Operations of a forward pass by part"
+        return [Figure("accounting_flops", title, Bars("%", {"": bars}))]
 
 
 def size_row(name: SizeName, config: Any) -> Row:
@@ -210,13 +203,4 @@ def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float
     derived |= mesh_accounting.fewest_tokens(model, mesh=mesh)
     derived |= mesh_accounting.ring_step(model, mesh=mesh, tokens=tokens)
     derived |= mesh_accounting.ring_limits(model, mesh=mesh, tokens=tokens)
-    return [
-        {
-            "variant": name,
-            "kind": "mesh",
-            "value": d.value,
-            "unit": d.unit,
-            "derivation": d.derivation,
-        }
-        for name, d in derived.items()
-    ]
+    return [{"variant": name, "kind": "mesh", **d._asdict()} for name, d in derived.items()]

@@ -14,7 +14,6 @@ from bench_harness.distributed import (
     run_on_ranks,
     slowest_rank,
 )
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.timing import Enough, SamplingOptions
 
@@ -25,12 +24,22 @@ if TYPE_CHECKING:
 
     from bench_harness.timing import Samples
 
+#: A fit of :func:`fit` as columns.
+COST = (
+    Column("o", "overhead o", "µs"),
+    Column("o_low", "o 95 % low", "µs"),
+    Column("o_high", "o 95 % high", "µs"),
+    Column("w", "bandwidth w", "GB/s"),
+    Column("w_low", "w 95 % low", "GB/s"),
+    Column("w_high", "w 95 % high", "GB/s"),
+)
 _COLUMNS = row_tables.Columns(
     Column("backend", "backend"),
     Column("variant", "collective"),
     Column("size_mib", "payload", "MiB"),
     Column("algorithm_gb_s", "algorithm bandwidth", "GB/s"),
     Column("bus_gb_s", "bus bandwidth", "GB/s"),
+    *COST,
 )
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
@@ -69,31 +78,19 @@ class AllReduce(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per number of ranks; all collectives and sizes in each."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
-        backend = "nccl" if device == "cuda" else "gloo"
+        common = chosen.stored("sizes_mb operations warmup samples interval max_seconds")
+        backend = "nccl" if common["device"] == "cuda" else "gloo"
         configs: list[Row] = [
             {
+                **common,
                 "backend": backend,
                 "world_size": world_size,
                 "nnodes": 1,  # as in published rows, whose keys stay
-                "sizes_mb": list(chosen.sizes_mb),
-                "operations": list(chosen.operations),
-                "warmup": chosen.warmup,
-                "samples": chosen.samples,
-                **chosen.sampling(),
-                "device": device,
                 "label": f"allreduce {backend} {world_size} ranks",
             }
-            for world_size in chosen.world_sizes or (default_world_size(device),)
+            for world_size in chosen.world_sizes or (default_world_size(common["device"]),)
         ]
-        return [
-            Case(
-                experiment=self.name,
-                config=config,
-                timeout_s=900,
-            )
-            for config in configs
-        ]
+        return [Case(experiment=self.name, config=config, timeout_s=900) for config in configs]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
@@ -121,57 +118,34 @@ class AllReduce(Experiment):
                 "by what a ring sends, so a perfect ring shows its links' own rate.",
             )
         ]
-        fitted = fit_table(row_tables.finished(frame))
-        return tables if fitted is None else [*tables, fitted]
+        return tables + fit_table(row_tables.finished(frame))
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
-        from bench_harness.display import marks
-        from bench_harness.display.plots import new_figure
+        from bench_harness.display.lines import Panel, draw_lines, points
         from bench_harness.stats import with_summary
 
         done = row_tables.finished(rows)
         if "size_bytes" not in done or done.empty:
             return []
         done = with_bandwidth(with_summary(done))
+        for end, other in (("low", "high"), ("high", "low")):
+            time = done["median_ms"] / done[f"ci_{other}_ms"].astype("float64")
+            done[f"bus_{end}"] = done["bus_gb_s"].astype("float64") * time
         groups = row_tables.by(done, ["backend", "world_size", "variant"])
-        many = len(groups) > 6  # too many to name them at the ends of their lines
-        figure, axes = new_figure(rows=2, height=5.2 + 0.1 * len(groups) * many)
-        colour = marks.colours(name or "all_reduce" for name, _ in groups)
-        ends: tuple[list[Any], list[Any]] = [], []
-        for name, group in groups:
-            name = name or "all_reduce"
-            part = group.sort_values("size_mib")
-            below, above = marks.whiskers(part)
-            rate = part["bus_gb_s"].astype("float64")
-            # The rate is a constant over the time, so its interval is that of the time, turned; in
-            # a form that rounding leaves at 0 where the time has no interval.
-            slow = rate * above / (part["median_ms"] + above)
-            fast = rate * below / (part["median_ms"] - below)
-            for position, (column, errors) in enumerate(
-                (("median_ms", (below, above)), ("bus_gb_s", (slow.to_list(), fast.to_list())))
-            ):
-                marks.line(
-                    axes[position, 0],
-                    part["size_mib"].to_list(),
-                    part[column].to_list(),
-                    colour=colour[name],
-                    filled=marks.steady(part).to_list(),
-                    errors=errors,
-                    label=name,
-                )
-                ends[position].append((name, float(part[column].iloc[-1]), colour[name]))
-        payload = _COLUMNS["size_mib"].heading
-        for plot, y in zip(
-            axes[:, 0], ("median time (ms)", _COLUMNS["bus_gb_s"].heading), strict=True
-        ):
-            row_tables.log_axes(plot, x=payload, y=y, x_base=10)
-        if many:
-            handles, texts = axes[0, 0].get_legend_handles_labels()
-            figure.legend(handles, texts, loc="outside upper center", ncols=2, fontsize="small")
-        else:
-            for plot, names in zip(axes[:, 0], ends, strict=True):
-                marks.label_ends(plot, names)
+        panels = [
+            Panel(
+                y=_COLUMNS[y].heading,
+                lines={
+                    name or "all_reduce": points(each, "size_mib", y, ends) for name, each in groups
+                },
+            )
+            for y, ends in (
+                ("median_ms", ("ci_low_ms", "ci_high_ms")),
+                ("bus_gb_s", ("bus_low", "bus_high")),
+            )
+        ]
+        figure = draw_lines(panels, x=_COLUMNS["size_mib"].heading, base=10)
         return [Figure("allreduce", "Collectives over payload size", figure)]
 
 
@@ -307,27 +281,24 @@ def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     return frame
 
 
-def fit_table(done: pd.DataFrame) -> Table | None:
+def fit_table(done: pd.DataFrame) -> list[Table]:
     """o and w of t = o + S/w per collective and number of ranks, with at least three sizes."""
     import pandas as pd
 
-    lines = []
     by = ["backend", "world_size", "variant"]
-    for which, group in done.groupby(by, sort=False) if "size_bytes" in done else ():
-        if group["size_bytes"].nunique() < 3:
-            continue
-        costs = fit(list(group["size_bytes"]), list(group["samples_ms"]))
-        headings = [_COLUMNS[name].heading for name in by]
-        calls, rates = shown(costs, "overhead o")
-        lines.append(dict(zip(headings, which, strict=True)) | calls | rates)
-    if not lines:
-        return None
-    return Table(
-        "Cost of a collective",
-        pd.DataFrame(lines),
+    lines = [
+        dict(zip(by, which, strict=True))
+        | shown(fit(list(group["size_bytes"]), list(group["samples_ms"])))
+        for which, group in (done.groupby(by, sort=False) if "size_bytes" in done else ())
+        if group["size_bytes"].nunique() >= 3
+    ]
+    note = (
         "t = o + S/w fitted by non-negative least squares with relative weights; intervals by "
-        "bootstrap over the samples.",
+        "bootstrap over the samples."
     )
+    keys = " ".join([*by, *(column.key for column in COST)])
+    made = [_COLUMNS.table("Cost of a collective", pd.DataFrame(lines), keys, note)]
+    return made if lines else []
 
 
 class Cost(NamedTuple):
@@ -376,23 +347,9 @@ def with_interval(once: Callable[[Callable[[Any], Any]], Cost], rng: Any) -> tup
     return typical, *(Cost(*map(float, end)) for end in np.percentile(draws, [2.5, 97.5], axis=0))
 
 
-def shown(costs: Sequence[Cost], overhead: str) -> tuple[Row, Row]:
-    """A fit with its intervals as columns: those of o, and those of w.
-
-    Args:
-        overhead: how the table calls o.
-    """
-    typical, low, high = costs
-    names = f"{overhead} (µs)", "o 95 % low (µs)", "o 95 % high (µs)"
-    calls = [rounded(1e6 * cost.overhead_s) for cost in costs]
-    rates = [
-        rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None
-        for cost in (typical, high, low)
-    ]
-    links = "bandwidth w (GB/s)", "w 95 % low (GB/s)", "w 95 % high (GB/s)"
-    return dict(zip(names, calls, strict=True)), dict(zip(links, rates, strict=True))
-
-
-def rounded(value: float) -> float:
-    """Four significant digits."""
-    return float(f"{value:.4g}")
+def shown(costs: Sequence[Cost]) -> Row:
+    """A fit with its intervals as :data:`COST`; no bandwidth where bytes cost nothing."""
+    (o, *o_ends), (slowness, *ends) = zip(*costs, strict=True)
+    w, w_high, w_low = (1e-9 / each if each else None for each in (slowness, *ends))
+    low, high = (1e6 * end for end in o_ends)
+    return {"o": 1e6 * o, "o_low": low, "o_high": high, "w": w, "w_low": w_low, "w_high": w_high}

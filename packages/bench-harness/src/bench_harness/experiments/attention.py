@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,8 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness import attentions, roofline
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
-from bench_harness.display.marks import steady
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.attention_measure import (
     CLOCKS,
     DTYPES,
@@ -66,8 +63,8 @@ class Options(SamplingOptions, DeviceOptions):
     softcap: float | None = option(None, "Soft-cap of the scores.")
     features: tuple[str, ...] = option(
         ("plain",),
-        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, a prefix "
-        "that all queries see, documents that share rows, deterministic gradients.",
+        "What a call adds, one at a time, compared: sinks, ALiBi slopes, a learned bias, "
+        "deterministic gradients.",
         choices=FEATURES,
     )
     passes: tuple[str, ...] = option(
@@ -151,24 +148,12 @@ class Attention(Experiment):
         """
         chosen = Options(**options)
         config: Row = {
-            "batch": chosen.batch,
-            "tokens": chosen.tokens,
-            "heads": chosen.heads,
+            **chosen.stored("batch tokens heads value_head_dim packed softcap passes clock"),
+            **chosen.stored("rep_ms warmup_ms rounds samples interval max_seconds"),
             "kv_heads": chosen.kv_heads or chosen.heads,
-            "value_head_dim": chosen.value_head_dim,
-            "packed": list(chosen.packed),
             "window": [None if side < 0 else side for side in chosen.window] or None,
-            "softcap": chosen.softcap,
             "features": list(dict.fromkeys(chosen.features)),
             "deterministic": False,  # as in published rows, whose keys stay
-            "passes": list(chosen.passes),
-            "clock": chosen.clock,
-            "rep_ms": chosen.rep_ms,
-            "warmup_ms": chosen.warmup_ms,
-            "rounds": chosen.rounds,
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": resolve_device(chosen.device),
         }
         return [
             _case(
@@ -390,17 +375,9 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
     frame = _frame(rows)
     if "flops" in frame:
         # A case's first variant is the reference of its speedups.
-        quotable = frame.assign(median_ms=frame["median_ms"].where(steady(frame)))
-        first = quotable[quotable["variants"].str[0] == quotable["variant"]]
-        cell = ["case_key", "sequence", "phase"]
-        cell += ["feature"] * bool(frame["feature"].notna().any())
-        medians = first.set_index(cell)["median_ms"].to_dict()
-        frame["speedup"] = [
-            medians.get(where, math.nan) / median
-            for where, median in zip(
-                frame[cell].itertuples(index=False, name=None), quotable["median_ms"], strict=True
-            )
-        ]
+        first = frame["variants"].str[0] == frame["variant"]
+        cell = "case_key sequence phase feature"
+        frame["speedup"] = 1 / row_tables.over(frame, first, cell)
     grid = _COLUMNS.table(
         "Attention grid",
         frame,
@@ -515,26 +492,15 @@ def _against(done: pd.DataFrame) -> list[Table]:
     """A case's first variant against each other one: how often it is faster, and by how much."""
     if "phase" not in done or done.empty:
         return []
-    quotable = done[steady(done)]
-    same = ["case_key", "sequence", "phase"]
-    same += ["feature"] * bool(done["feature"].notna().any())
-    first = quotable["variants"].str[0] == quotable["variant"]
-    pairs = quotable[~first].merge(
-        quotable[first][[*same, "median_ms"]], on=same, suffixes=("", "_of_first")
-    )
+    others = done["variants"].str[0] != done["variant"]
+    pairs = done[others & done["speedup"].notna()]
     if pairs.empty:
         return []
-    pairs["ratio"] = pairs["median_ms_of_first"] / pairs["median_ms"]
-    pairs["faster"] = pairs["ratio"] < 1
     lines = f"{_KIND} variant phase"
-    keys = _held(pairs, lines)
-    found = pairs.groupby(keys, dropna=False, sort=False).agg(
-        problems=("ratio", "size"),
-        faster=("faster", "sum"),
-        least=("ratio", "min"),
-        median=("ratio", "median"),
-        largest=("ratio", "max"),
-    )
+    found = pairs.groupby(_held(pairs, lines), dropna=False, sort=False)["speedup"].agg(
+        problems="size", faster=lambda ratio: (ratio < 1).sum(), least="min", median="median",
+        largest="max",
+    )  # fmt: skip
     return [
         _COLUMNS.table(
             "Attention against each other",
@@ -555,14 +521,10 @@ def _features(done: pd.DataFrame) -> list[Table]:
     """
     if "phase" not in done or done["feature"].isna().all():
         return []
-    ours = ["case_key", "sequence", "variant", "phase"]
-    plain = done[(done["feature"] == "plain") & steady(done)]
-    medians = plain.set_index(ours)["median_ms"].to_dict()
+    plain = done["feature"] == "plain"
+    over_plain = row_tables.over(done, plain, "case_key sequence variant phase")
     # A variant that does not take the feature has no phase.
-    done = done[(done["feature"] != "plain") & done["phase"].notna()].copy()
-    done["over_plain"] = done["median_ms"].where(steady(done)) / [
-        medians.get(where, math.nan) for where in done[ours].itertuples(index=False, name=None)
-    ]
+    done = done.assign(over_plain=over_plain)[~plain & done["phase"].notna()]
     lines = f"{_PROBLEM} variant tier kernel"
     keys = _held(done, lines)
     wide = done.pivot_table(
@@ -644,46 +606,30 @@ def _figures(rows: pd.DataFrame) -> list[Figure]:
     measured = [name for name in PASSES if name in set(done["phase"])]
     last = done[done["phase"] == measured[-1]]
     unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
-    for name in ("tflop_s", "tflop_s_low", "tflop_s_high"):
+    for name in ("tflop_s", *_RATES):
         last = last.assign(**{name: last[name] / size})
-    timed = {
-        name: Figure(
+    length, share = "over the sequence length", "error (share of the largest value)"
+    rate = draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False)
+    times = [
+        Figure(
             f"attention_{name}",
-            f"Time of {name} over the sequence length",
+            f"Time of {name} {length}",
             draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
             folded=name != measured[-1],
         )
         for name in measured
-    }
-    drawn = [timed.pop(measured[-1])]
-    drawn.append(
-        Figure(
-            "attention_throughput",
-            f"Throughput of {measured[-1]} over the sequence length",
-            draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False),
+    ]
+    held = [
+        Figure(f"attention_{name}", title, draw(last, column, unit), folded=True)
+        for name, title, column, unit in (
+            ("memory", "Memory that forward leaves allocated", "saved_mib", "memory (MiB)"),
+            ("errors_output", "Error of the output", "error_out", share),
+            ("errors_gradients", "Error of the gradients", "error_grad", share),
         )
-    )
-    drawn += timed.values()
-    if "saved_mib" in last and last["saved_mib"].notna().any():
-        drawn.append(
-            Figure(
-                "attention_memory",
-                "Memory that forward leaves allocated",
-                draw(last, "saved_mib", "memory (MiB)"),
-                folded=True,
-            )
-        )
-    for what, column in (("output", "error_out"), ("gradients", "error_grad")):
-        if column in last and last[column].notna().any():
-            drawn.append(
-                Figure(
-                    f"attention_errors_{what}",
-                    f"Error of the {what}",
-                    draw(last, column, "error (share of the largest value)"),
-                    folded=True,
-                )
-            )
-    return drawn
+        if column in last and last[column].notna().any()
+    ]
+    throughput = f"Throughput of {measured[-1]} {length}"
+    return [times[-1], Figure("attention_throughput", throughput, rate), *times[:-1], *held]
 
 
 #: Columns with the ends of an interval.
@@ -705,71 +651,19 @@ def draw(
         ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.display import marks
-    from bench_harness.display.plots import new_figure
+    from bench_harness.display.lines import Panel, draw_lines, points
 
-    done = done.sort_values(["dtype", "head_dim", "mask"], kind="stable")
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
-    panels = row_tables.by(done, by)
-    columns = min(4, len(panels))
-    height = -(-len(panels) // columns)
-    figure, axes = new_figure(
-        rows=height,
-        columns=columns,
-        width=max(5.6, 3.4 * columns),
-        height=2.9 * height + 0.4,
-        sharey=not log,
-    )
-    colour = marks.colours(done["variant"].unique())
-    for plot, (title, panel) in zip(axes.flat, panels, strict=False):
-        names = []
-        for variant, group in panel.groupby("variant", sort=False):
-            part = _by_length(group[group[column].notna()], column, ends)
-            if part.empty:
-                continue
-            marks.line(
-                plot,
-                part.index.to_list(),
-                part[column].to_list(),
-                colour=colour[str(variant)],
-                filled=part["steady"].to_list(),
-                errors=None if ends is None else (part["below"].to_list(), part["above"].to_list()),
-                label=str(variant),
-            )
-            names.append((str(variant), float(part[column].iloc[-1]), colour[str(variant)]))
-        plot.set_title(title)
-        positive = bool((panel[column] > 0).any())  # errors of fp32 may all be 0
-        row_tables.log_axes(plot, x="sequence length (tokens)", y=unit, y_log=log and positive)
-        lengths = sorted(panel["sequence"].unique())
-        if len(lengths) <= 6:
-            plot.set_xticks(lengths, [f"{length:g}" for length in lengths])
-        if len(panels) == 1:
-            if not log:
-                plot.set_ylim(bottom=0)
-            marks.label_ends(plot, names)
-    if not log:
-        axes[0, 0].set_ylim(bottom=0)  # shared by all panels
-    for plot in list(axes.flat)[len(panels) :]:
-        plot.set_visible(False)
-    if len(panels) > 1:
-        handles = {name: line for plot in axes.flat for line, name in _labelled(plot)}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=4)
-    return figure
-
-
-def _labelled(plot: Any) -> list[tuple[Any, str]]:
-    return list(zip(*plot.get_legend_handles_labels(), strict=True))
-
-
-def _by_length(group: pd.DataFrame, column: str, ends: tuple[str, str] | None) -> pd.DataFrame:
-    """One line per length: cases that measured the same length are put together."""
-    from bench_harness.display import marks
-
-    known = group.assign(steady=marks.steady(group) if ends else True, below=0.0, above=0.0)
-    if ends is not None:
-        low, high = (group[end].astype("float64").fillna(group[column]) for end in ends)
-        known = known.assign(below=(group[column] - low).clip(lower=0),
-                             above=(high - group[column]).clip(lower=0))  # fmt: skip
-    return known.groupby("sequence").agg(
-        {column: "median", "steady": "all", "below": "max", "above": "max"}
-    )
+    panels = [
+        Panel(
+            title=title,
+            y=unit,
+            lines={
+                str(variant): points(group, "sequence", column, ends)
+                for variant, group in panel.groupby("variant", sort=False)
+            },
+            log=log,
+        )
+        for title, panel in row_tables.by(done.sort_values(by[:2], kind="stable"), by)
+    ]
+    return draw_lines(panels, x="sequence length (tokens)", columns=min(4, len(panels)))

@@ -5,13 +5,12 @@ A problem has at most one feature, which adds a keyword argument of ``flash_atte
 - "sinks": a learned logit per head in the softmax's denominator;
 - "alibi": ALiBi's slopes, one per head, as constants (arXiv:2108.12409);
 - "bias": a learned bias of (1, heads, sequence, sequence), shared by the batch;
-- "prefix": the first quarter of every sequence is visible to all of its queries;
-- "documents": four documents of about the same length share every row;
 - "deterministic": gradients must be the same, bit for bit, from run to run.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import time
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: "plain" has none; ratios of the others are to it.
-FEATURES = ("plain", "sinks", "alibi", "bias", "prefix", "documents", "deterministic")
-_DOCUMENTS = 4
+FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
 #: Longest sequence whose reference stores all scores of a head, 64 MB in fp32; longer ones are
 #: computed in tiles of at most 16 MB.
 _DEFINED, _TILE = 4096, 2048
@@ -125,31 +123,10 @@ class Problem:
         if self.feature == "bias":
             shape = (1, self.heads, self.sequence, self.sequence)
             return {"bias": torch.randn(shape, **like).requires_grad_()}
-        if self.feature == "prefix":
-            lengths = torch.full((self.batch,), self._prefix, device=device, dtype=torch.int32)
-            return {"prefix_lengths": lengths}
-        if self.feature == "documents":
-            each = torch.tensor(self.documents, device=device)
-            numbers = torch.repeat_interleave(torch.arange(len(each), device=device), each)
-            return {"document_ids": numbers.expand(self.batch, -1).contiguous()}
         return {}
-
-    @property
-    def _prefix(self) -> int:
-        return max(1, self.sequence // 4)
-
-    @property
-    def documents(self) -> list[int]:
-        """Lengths of the documents of a row, which differ by at most one token; most have one."""
-        count = min(_DOCUMENTS, self.sequence) if self.feature == "documents" else 1
-        return [(self.sequence + i) // count for i in range(count)]
 
     def flops(self, name_of_pass: str) -> int:
         """Operations of a pass; hidden scores are not counted."""
-        lengths = list(self.lengths) or self.documents
-        if self.feature == "prefix":
-            # The mask hides half of the prefix's square, which the prefix shows again.
-            lengths = [self.sequence, self._prefix]
         forward, backward = (
             sum(
                 attention_flops(
@@ -162,7 +139,7 @@ class Problem:
                     window=self.window,
                     backward=is_backward,
                 )
-                for length in lengths
+                for length in self.lengths or (self.sequence,)
             )
             for is_backward in (False, True)
         )
@@ -275,7 +252,7 @@ def exact(
             gradients = (*tiled_backward(*arguments, **tiles), *extra)
         names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
         found.append({"out": out.detach(), **dict(zip(names, gradients, strict=True))})
-    # Several parts are packed sequences or documents, which have no learned arguments.
+    # Several parts are packed sequences, which have no learned arguments.
     return {name: torch.cat([part[name] for part in found], dim=-2 if found[1:] else 0)
             for name in found[0]}  # fmt: skip
 
@@ -354,7 +331,7 @@ def _checked(
     """(query, key, value, output or its gradient) of the checked heads, in fp32.
 
     One part, of the last batch element, or of all of them if they share a gradient; or a part for
-    each packed sequence or document.
+    each packed sequence.
     """
     group, keys = _heads(problem)
     heads = (group, keys, keys, group)
@@ -367,12 +344,10 @@ def _checked(
             yield q, k, v, o
         return
     batch = slice(None) if problem.feature in ("sinks", "bias") else slice(-1, None)
-    for start, end in itertools.pairwise([0, *itertools.accumulate(problem.documents)]):
-        q, k, v, o = (
-            x.detach()[batch, -n:, start:end].float().clone()
-            for x, n in zip(tensors, heads, strict=True)
-        )
-        yield q, k, v, o
+    q, k, v, o = (
+        x.detach()[batch, -n:].float().clone() for x, n in zip(tensors, heads, strict=True)
+    )
+    yield q, k, v, o
 
 
 def _checked_heads(problem: Problem, name: str, tensor: Tensor) -> Tensor:
@@ -388,11 +363,10 @@ def _mask_and_bias(problem: Problem, settings: Mapping[str, Any]) -> MaskAndBias
     """
     from flashattn_triton.mask_and_bias import MaskAndBias
 
-    slopes, prefixes = settings.get("alibi_slopes"), settings.get("prefix_lengths")
+    slopes = settings.get("alibi_slopes")
     return MaskAndBias(
         alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
         bias=settings.get("bias"),
-        prefix_lengths=None if prefixes is None else prefixes[-1:],
     )
 
 
@@ -497,13 +471,13 @@ def _plan(
 ) -> Row:
     """Which tier of flashattn-triton runs, and why, as ``flashattn_triton.choose`` says.
 
-    Nothing for packed sequences and for documents, which the package packs.
+    Nothing for packed sequences.
     """
     from flashattn_triton import choose
     from flashattn_triton.mask_and_bias import NAMES
     from flashattn_triton.problem import new_problem
 
-    if problem.lengths or problem.feature == "documents":
+    if problem.lengths:
         return {}
     options = new_problem(
         head_dim=problem.head_dim,
@@ -732,7 +706,8 @@ def measured_over_lengths(
                 attempts.calls[name] = attend
                 for each in passes[:1] if forward_only(name) else passes:
                     samples = measured.setdefault((name, each), Samples())
-                    time_ms = _through(attend, inputs, config, device, backward=each != "forward")
+                    call = functools.partial(attend, **attempts.settings)
+                    time_ms = _through(call, inputs, device, backward=each != "forward")
                     if round_number == 0:
                         samples.first_ms = time_ms
                     else:
@@ -783,7 +758,6 @@ def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[l
 def _through(
     attend: Attend,
     inputs: Sequence[Sequence[Tensor]],
-    config: Mapping[str, Any],
     device: torch.device,
     *,
     backward: bool,
@@ -791,13 +765,10 @@ def _through(
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
     import torch
 
-    settings: dict[str, Any] = {"causal": config["mask"] == "causal"}
-    settings |= {"window": tuple(config["window"])} if config["window"] else {}
-    settings |= {"softcap": config["softcap"]} if config["softcap"] else {}
     samples = Samples()
     with record_sample(samples, device), torch.set_grad_enabled(backward):
         for query, key, value, grad_out in inputs:
-            out = attend(query, key, value, **settings)
+            out = attend(query, key, value)
             if backward:
                 out.backward(grad_out)
                 query.grad = key.grad = value.grad = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option, plural
+from bench_harness.environment import gpu_count, resolve_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +27,16 @@ class DeviceOptions:
         "Where to run; ranks talk over gloo on cpu and over NCCL on cuda.",
         choices=("auto", "cpu", "cuda"),
     )
+
+    def stored(self, names: str) -> Row:
+        """Options as a case's configuration keeps them, and the device that is really there.
+
+        Args:
+            names: of options, with spaces between them.
+        """
+        given = {name: getattr(self, name) for name in names.split()}
+        listed = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
+        return {**listed, "device": resolve_device(self.device)}
 
 
 class Experiment(abc.ABC):
@@ -74,9 +85,8 @@ class Experiment(abc.ABC):
     def missing(self, case: Case) -> str | None:
         """What this machine lacks for a case, looked up without torch; None if nothing is known.
 
-        A dry run shows such a case as skipped. By default: GPUs, memory, and Nsight Systems.
+        Such a case is skipped. By default: GPUs, memory, and Nsight Systems.
         """
-        from bench_harness.environment import gpu_count
         from bench_harness.traces import nsight
         from bench_harness.workload import too_large
 
@@ -86,7 +96,10 @@ class Experiment(abc.ABC):
         if config.get("device") == "cuda":
             wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
-                return f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}"
+                return (
+                    f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}. Ask for "
+                    "fewer ranks, or use --device cpu."
+                )
         if config.get("nsight") or config.get("tool") == "nsight":
             try:
                 nsight.nsys()

@@ -15,13 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench_harness.core import Table
-from bench_harness.experiments.allreduce import Cost, fit, rounded, shown, solved, with_interval
+from bench_harness.core import Column, Row, Table
+from bench_harness.display import row_tables
+from bench_harness.experiments.allreduce import COST, Cost, fit, shown, solved, with_interval
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+_COLUMNS = row_tables.Columns(
+    *COST,
+    Column("cell", "cell"),
+    Column("s_mib", "gradients s", "MiB", 7),
+    Column("best_mib", "best bucket b*", "MiB"),
+    Column("least_ms", "least overhead T*", "ms"),
+    Column("link_w", "all-reduce w", "GB/s"),
+    Column("link_o", "all-reduce o", "µs"),
+    Column("link_best_mib", "predicted best bucket b*", "MiB"),
+    Column("link_least_ms", "predicted least overhead T*", "ms"),
+)
 #: The sweep's least overhead further than this from the predicted one is flagged.
 MISS_TOLERANCE = 0.25
 
@@ -43,6 +55,15 @@ class Sweep:
     def size(self) -> float:
         """Bytes of all gradients."""
         return float(self.rows["gradient_bytes"].iloc[0])
+
+    def optimum(self, cost: Cost) -> tuple[float | None, float]:
+        """The best bucket (MiB), no smaller than the largest parameter, and its overhead (ms)."""
+        per_call, inverse = cost
+        least = self.bare.get("largest_parameter_bytes", 0.0)
+        best = max(float(np.sqrt(self.size * per_call / inverse)), least) if inverse > 0 else None
+        count = self.size / best if best else 1.0
+        overhead = self.size / count * inverse + count * per_call
+        return best / 2**20 if best else None, 1e3 * overhead
 
     def fit(self, overhead_s: np.ndarray[Any, Any]) -> Cost:
         """o and 1/w of T(n), from the seconds beyond the step without communication."""
@@ -71,7 +92,7 @@ def _only_sized(settings: Any) -> bool:
     return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
-def fit_table(done: pd.DataFrame) -> Table | None:
+def fit_table(done: pd.DataFrame) -> list[Table]:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
     Beside them stands what all-reduces alone predict, where the case timed some, and whether that
@@ -80,7 +101,7 @@ def fit_table(done: pd.DataFrame) -> Table | None:
     import pandas as pd
 
     rng = np.random.default_rng(0)
-    lines = []
+    lines: list[Row] = []
     for sweep in sweeps(done):
 
         def once(draw: Any, sweep: Sweep = sweep) -> Cost:
@@ -89,126 +110,63 @@ def fit_table(done: pd.DataFrame) -> Table | None:
             return sweep.fit(np.array(overhead) / 1e3)
 
         costs = with_interval(once, rng)
-        calls, rates = shown(costs, "per call o")
-        least = sweep.bare.get("largest_parameter_bytes", 0.0)
-        optimum = _optimum("", sweep.size, costs[0], least)
-        lines.append(
-            {"cell": sweep.label, "gradients s (MiB)": round(sweep.size / 2**20, 3)}
-            | {**rates, **calls, **optimum}
-            | _prediction(sweep.bare.get("all_reduce"), sweep.size, least, optimum[_LEAST])
-        )
-    if not lines:
-        return None
-    return Table(
-        "Bucket overhead model",
-        pd.DataFrame(lines),
+        line = {"cell": sweep.label, "s_mib": sweep.size / 2**20, **shown(costs)}
+        line["best_mib"], line["least_ms"] = sweep.optimum(costs[0])
+        if isinstance(link := sweep.bare.get("all_reduce"), dict):
+            cost, *_ = fit(link["size_bytes"], link["samples_ms"])
+            best, least = sweep.optimum(cost)
+            missed = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
+            line |= {"link_w": 1e-9 / cost.per_byte_s if cost.per_byte_s else None}
+            line |= {"link_o": 1e6 * cost.overhead_s, "link_best_mib": best, "link_least_ms": least}
+            line["missed"] = missed
+        lines.append(line)
+    note = (
         "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket counts that the "
         "wrapper really used; b* = √(s·o·w), at least the largest parameter. Predicted: the same "
         "with o and w of all-reduces alone, t = o + S/w, timed in the same run; a T* further than "
-        f"{MISS_TOLERANCE:.0%} from it is flagged.",
+        f"{MISS_TOLERANCE:.0%} from it is flagged."
     )
-
-
-def _prediction(
-    link: Any, size: float, least: float, found_ms: float | None
-) -> dict[str, float | bool | None]:
-    """Constants of all-reduces alone, the optimum that they predict, and whether it misses the
-    ``found_ms`` of the sweep."""
-    if not isinstance(link, dict):
-        return {}
-    cost, *_ = fit(link["size_bytes"], link["samples_ms"])
-    predicted = _optimum("predicted ", size, cost, least)
-    expected_ms = predicted[f"predicted {_LEAST}"]
-    missed = None
-    if expected_ms is not None and found_ms is not None:
-        missed = abs(found_ms - expected_ms) > MISS_TOLERANCE * expected_ms
-    return {
-        "all-reduce w (GB/s)": rounded(1e-9 / cost.per_byte_s) if cost.per_byte_s else None,
-        "all-reduce o (µs)": rounded(cost.overhead_s * 1e6),
-        **predicted,
-        "prediction missed": missed,
-    }
-
-
-_LEAST = "least overhead T* (ms)"
-
-
-def _optimum(prefix: str, size: float, cost: Cost, least: float) -> dict[str, float | None]:
-    """The best bucket, no smaller than the largest parameter, and the overhead that is left."""
-    per_call, inverse = cost
-    best = max(float(np.sqrt(size * per_call / inverse)), least) if inverse > 0 else None
-    count = size / best if best else 1.0
-    overhead = size / count * inverse + count * per_call
-    return {
-        f"{prefix}best bucket b* (MiB)": rounded(best / 2**20) if best else None,
-        f"{prefix}{_LEAST}": rounded(1e3 * overhead),
-    }
+    keys = "cell s_mib w w_low w_high o o_low o_high best_mib least_ms link_w link_o "
+    keys += "link_best_mib link_least_ms missed"
+    named = {"o": "per call o (µs)"}
+    made = [_COLUMNS.table("Bucket overhead model", pd.DataFrame(lines), keys, note, named)]
+    return made if lines else []
 
 
 def draw_fit(done: pd.DataFrame) -> Figure | None:
     """Measured overhead over bucket size, with the model; None without a sweep."""
-    from bench_harness.display import marks
-    from bench_harness.display.plots import COLOURS, new_figure
-    from bench_harness.display.row_tables import log_axes
-    from bench_harness.stats import with_summary
+    from bench_harness.display.lines import Panel, draw_lines, points
+    from bench_harness.stats import summarize, with_summary
 
-    found = sweeps(with_summary(done))
-    if not found:
-        return None
-    found = sorted(found, key=lambda sweep: sweep.label)
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
-    figure, axes = new_figure(
-        rows=lines, columns=columns, width=5 * columns + 2, height=0.8 + 3 * lines
-    )
-    for plot in list(axes.flat)[len(found) :]:
-        plot.set_visible(False)
-    for plot, sweep in zip(axes.flat, found, strict=False):
-        rows, size, label = sweep.rows, sweep.size, sweep.label
+    panels = []
+    for sweep in sorted(sweeps(with_summary(done)), key=lambda sweep: sweep.label):
+        rows, size, bare = sweep.rows.copy(), sweep.size, summarize(sweep.bare["samples_ms"])
         counts = rows["buckets"].to_numpy(np.float64)
-        bare_ms = list(sweep.bare["samples_ms"])
-        overhead = rows["median_ms"].to_numpy(np.float64) - np.median(bare_ms)
-        per_call, inverse = sweep.fit(overhead / 1e3)
-        pairs = zip(marks.whiskers(rows), _bare_whiskers(sweep.bare), strict=True)
-        below, above = (np.hypot(own, base) for own, base in pairs)
-        plot.errorbar(
+        rows["mean_mib"], rows["overhead"] = (
             size / counts / 2**20,
-            overhead,
-            yerr=[below, above],
-            fmt="none",
-            ecolor=COLOURS[0],
-            capsize=3,
+            rows["median_ms"] - bare["median"],
         )
-        steady = marks.steady(rows).to_numpy()
-        for chosen, fill in ((steady, COLOURS[0]), (~steady, "white")):
-            plot.plot(size / counts[chosen] / 2**20, overhead[chosen], "o", color=COLOURS[0],
-                      markerfacecolor=fill)  # fmt: skip
-        plot.plot([], [], "o", color=COLOURS[0], label="measured")
-        for x, y, settings in zip(size / counts / 2**20, overhead, rows["settings"], strict=True):
-            asked = f"{settings['wrapper']['bucket_size_mb']:g} MB"
-            plot.annotate(asked, (x, y), (6, 4), textcoords="offset points", fontsize="small")
-        line = np.geomspace(counts.min(), counts.max(), 100)
-        model = 1e3 * (size / line * inverse + line * per_call)
-        plot.plot(size / line / 2**20, model, "-", color=COLOURS[1], label="model")
-        plot.set_title(label)
-        log_axes(
-            plot,
-            x="mean gradients per bucket (MiB), labels: bucket_size_mb",
-            y="overhead (ms)",
-            y_log=False,
+        # The interval of a difference, as of independent ones: what is subtracted is turned.
+        for end, other, sign in (("low", "high", -1), ("high", "low", 1)):
+            own = rows[f"ci_{end}_ms"].astype("float64") - rows["median_ms"]
+            base = (bare[f"ci_{other}"] or bare["median"]) - bare["median"]  # type: ignore[literal-required]
+            rows[f"overhead_{end}"] = rows["overhead"] + sign * np.hypot(own, base)
+        line = points(rows, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
+        asked = {
+            row["mean_mib"]: f"{row['settings']['wrapper']['bucket_size_mb']:g} MB"
+            for _, row in rows.iterrows()
+        }
+        per_call, inverse = sweep.fit(rows["overhead"].to_numpy(np.float64) / 1e3)
+        many = np.geomspace(counts.min(), counts.max(), 100)
+        model = 1e3 * (size / many * inverse + many * per_call)
+        panels.append(
+            Panel(
+                title=sweep.label,
+                y="overhead (ms)",
+                lines={"measured": line.assign(text=line["x"].map(asked))},
+                curve=((size / many / 2**20).tolist(), model.tolist()),
+                log=False,
+            )
         )
-        # A point below the step without communication stays whole.
-        plot.set_ylim(bottom=min(0.0, float(overhead.min() - 0.05 * overhead.max())))
-        plot.legend()
-    return figure
-
-
-def _bare_whiskers(bare: pd.Series[Any]) -> tuple[float, float]:
-    """How far the interval of the step without communication reaches below and above it."""
-    from bench_harness.stats import summarize
-
-    found = summarize(bare["samples_ms"])
-    low, high = found["ci_low"], found["ci_high"]
-    if low is None or high is None:
-        return 0.0, 0.0
-    return high - found["median"], found["median"] - low  # it is subtracted
+    x = "mean gradients per bucket (MiB), labels: bucket_size_mb"
+    return draw_lines(panels, x=x, columns=min(2, len(panels))) if panels else None

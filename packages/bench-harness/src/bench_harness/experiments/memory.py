@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
@@ -99,16 +97,14 @@ class Memory(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, context length, precision and mode: any of them may not fit."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
                 **subject,
+                **chosen.stored("attention"),
                 "precision": precision,
                 "mode": mode,
-                "attention": chosen.attention,
                 "optimizer": "adamw",
                 "second_step": chosen.second_step and mode == "step",
-                "device": device,
                 "label": f"memory {subject_label(subject, batch=False)} {precision} "
                 + ("second step" if chosen.second_step and mode == "step" else mode),
             }
@@ -180,7 +176,7 @@ class Memory(Experiment):
                 cases,
                 f"{cell} case_peak_mib predicted_case_peak_mib residual_mib status",
                 "The model included. The residual stream is one activation of batch × sequence × "
-                "d_model fp32 values, " + _residual_derivation(cases),
+                "d_model values of 4 bytes.",
             )
         ]
         if "kind" not in frame:
@@ -242,11 +238,10 @@ class Memory(Experiment):
                 f"memory_{number}",
                 f"Memory over time: {label}",
                 _draw(line),
-                "Stacked by the phase that allocated. Dotted lines: phases begin. Largest: "
-                f"{'; '.join(_labelled(rows[rows['case_key'] == case])) or 'unknown'}.",
+                "Stacked by the phase that allocated. Dotted lines: phases begin.",
             )
-            for number, (case, label, line) in enumerate(
-                zip(drawn["case_key"], drawn["label"], drawn["timeline"], strict=True)
+            for number, (label, line) in enumerate(
+                zip(drawn["label"], drawn["timeline"], strict=True)
             )
         ]
 
@@ -282,6 +277,7 @@ def _with_predictions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _predicted(row: pd.Series[Any]) -> Row:
     """What the shapes of a phase's case predict for that phase."""
+    from basics_model.sizes import ModelConfig
     from bench_harness.activations import peaks, saved_for_backward
 
     dimensions = ("vocab_size", "d_model", "d_ff", "num_layers", "num_heads")
@@ -290,7 +286,9 @@ def _predicted(row: pd.Series[Any]) -> Row:
         return {}
     if row["phase"] == FIRST or row.get("optimizer", "adamw") != "adamw":
         return {}
-    shape = SimpleNamespace(**{name: int(row[name]) for name in dimensions})
+    shape = ModelConfig(
+        context_length=int(row["sequence"]), **{name: int(row[name]) for name in dimensions}
+    )
     given = {name: row[name] for name in ("precision", "attention", "device")}
     training = row["mode"] == "step"
     size = int(row["batch"]), int(row["sequence"])
@@ -318,37 +316,9 @@ def _facts(config: Mapping[str, Any]) -> Row:
     return {**shape_row(shape), "residual_bytes": residual}
 
 
-def _residual_derivation(cases: pd.DataFrame) -> str:
-    if "residual_mib" not in cases or cases["residual_mib"].isna().all():
-        return "as for every block."
-    line = cases[cases["residual_mib"].notna()].iloc[0]
-    return (
-        f"for example {int(line['batch'])} × {int(line['sequence'])} × {int(line['d_model'])} × "
-        f"4 bytes / 2²⁰ = {line['residual_mib']:.4g} MiB."
-    )
-
-
-def _labelled(case: pd.DataFrame) -> list[str]:
-    """The three largest allocations in words."""
-    from bench_harness.display.cells import quantity
-
-    if "kind" not in case:
-        return []
-    largest = case[case["kind"] == "allocation"].head(3)
-    return [
-        f"{int(count)} × {quantity(size, 'B')} by {source} in {phase}"
-        for size, count, source, phase in zip(
-            largest["block_bytes"],
-            largest["blocks"],
-            largest["source"],
-            largest["phase"],
-            strict=True,
-        )
-    ]
-
-
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import cells, marks
+    from bench_harness.display import cells
+    from bench_harness.display.bars import colours
     from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(height=3.4)
@@ -357,7 +327,7 @@ def _draw(line: Row) -> MatplotlibFigure:
     totals = [sum(values) for values in zip(*line["bytes"].values(), strict=True)]
     unit, size = cells.scale(totals, "B")
     held = {phase: [b / size for b in values] for phase, values in line["bytes"].items()}
-    colour = marks.colours(held)
+    colour = colours(held)
     plot.stackplot(
         time,
         *held.values(),

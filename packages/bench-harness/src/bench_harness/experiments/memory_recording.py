@@ -5,11 +5,11 @@ On a GPU it is the caching allocator's own history, on a CPU the memory events o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,21 +26,52 @@ from bench_harness.traces.trace import phase
 from bench_harness.training.optimizers import optimizer_by_name
 from bench_harness.workload import attention_by_name
 
+#: Everything that is allocated inside belongs to the phase of that name.
+_Mark: TypeAlias = Callable[[str], AbstractContextManager[None]]
+
 
 def record(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:
     """Builds the model and runs one pass under the recorder of the device.
 
     Args:
-        snapshot: where the GPU allocator's history is dumped.
+        snapshot: where the GPU allocator's history is dumped, for PyTorch's viewer.
     """
-    recorder = _CudaRecorder(device, snapshot) if device.type == "cuda" else _CpuRecorder(device)
-    with recorder:
-        _pass(config, device, recorder)
-    return recorder.events
+    if device.type == "cuda":
+        return _of_cuda(config, device, snapshot)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.json"
+        with kineto.recording(path, device, memory=True):
+            _pass(config, device, lambda name: phase(name, device))
+        return from_profile(path)
 
 
-def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> None:
-    with recorder.phase("model"):
+def _of_cuda(config: Mapping[str, Any], device: torch.device, snapshot: Path) -> list[MemoryEvent]:
+    # Boundaries are lengths of the history: they need no clock to agree with the allocator's.
+    boundaries: list[tuple[str, int]] = []
+
+    def entries() -> list[dict[str, Any]]:
+        traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+        return traces[device.index or 0]
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        boundaries.append((name, len(entries())))
+        yield
+        boundaries.append((NO_PHASE, len(entries())))
+
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    try:
+        _pass(config, device, mark)
+        torch.cuda.synchronize(device)
+        events = from_cuda_history(entries(), boundaries, outermost=_pass.__name__)
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+        return events
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _pass(config: Mapping[str, Any], device: torch.device, mark: _Mark) -> None:
+    with mark("model"):
         workload = workload_of(
             config,
             device,
@@ -49,83 +80,17 @@ def _pass(config: Mapping[str, Any], device: torch.device, recorder: Any) -> Non
         )
         optimizer = optimizer_by_name(config["optimizer"], workload.module, device)
     if config["mode"] == "forward":
-        with recorder.phase("forward"), torch.no_grad():
+        with mark("forward"), torch.no_grad():
             workload.loss()
         return
     if config["second_step"]:
-        with recorder.phase(FIRST):
+        with mark(FIRST):
             workload.backward(workload.loss())
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    with recorder.phase("forward"):
+    with mark("forward"):
         loss = workload.loss()
-    with recorder.phase("backward"):
+    with mark("backward"):
         workload.backward(loss)
-    with recorder.phase("optimizer"):
+    with mark("optimizer"):
         optimizer.step()
-
-
-class _CudaRecorder:
-    """Records the caching allocator's history, and also dumps it for PyTorch's viewer."""
-
-    def __init__(self, device: torch.device, snapshot: Path) -> None:
-        self.events: list[MemoryEvent] = []
-        self._device, self._snapshot = device, snapshot
-        self._boundaries: list[tuple[str, int]] = []
-
-    def __enter__(self) -> _CudaRecorder:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        try:
-            if exception[0] is None:
-                torch.cuda.synchronize(self._device)
-                self.events = from_cuda_history(
-                    self._entries(), self._boundaries, outermost=_pass.__name__
-                )
-                torch.cuda.memory._dump_snapshot(str(self._snapshot))
-        finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Everything allocated inside belongs to the phase."""
-        # By the history's length: it needs no clock to agree with the allocator's.
-        self._boundaries.append((name, len(self._entries())))
-        yield
-        self._boundaries.append((NO_PHASE, len(self._entries())))
-
-    def _entries(self) -> list[dict[str, Any]]:
-        traces = torch.cuda.memory._snapshot()["device_traces"]
-        entries: list[dict[str, Any]] = traces[self._device.index or 0]
-        return entries
-
-
-class _CpuRecorder:
-    """Records the memory events of torch.profiler."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.events: list[MemoryEvent] = []
-        self._device = device
-        self._stack = ExitStack()
-        self._path = Path()
-
-    def __enter__(self) -> _CpuRecorder:
-        self._path = Path(self._stack.enter_context(TemporaryDirectory())) / "memory.json"
-        self._stack.callback(self._read)
-        self._stack.enter_context(kineto.recording(self._path, self._device, memory=True))
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
-
-    def _read(self) -> None:
-        if self._path.exists():
-            self.events = from_profile(self._path)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Everything allocated inside belongs to the phase."""
-        with phase(name, self._device):
-            yield

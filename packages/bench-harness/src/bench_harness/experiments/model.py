@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
@@ -22,10 +21,6 @@ if TYPE_CHECKING:
     from bench_harness.training.settings import Settings
 
 _COLUMNS = row_tables.Columns(
-    Column("d_model", "d_model"),
-    Column("num_layers", "num_layers"),
-    Column("parameters", "parameters", "count"),
-    Column("attention", "attention"),
     Column("execution", "execution"),
     Column("warmup", "warm-up", "steps"),
     Column("tokens_s", "tokens/s"),
@@ -83,7 +78,6 @@ class Model(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, context length and number of warm-up steps."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         variants = [
             {"precision": precision, "attention": attention, "execution": execution}
             for precision, attention, execution in itertools.product(
@@ -92,13 +86,7 @@ class Model(Experiment):
                 chosen.executions,
             )
         ]
-        common: Row = {
-            "modes": list(chosen.modes),
-            "optimizer": "adamw",
-            "samples": chosen.samples,
-            **chosen.sampling(),
-            "device": device,
-        }
+        common = {**chosen.stored("modes samples interval max_seconds"), "optimizer": "adamw"}
         subjects = chosen.subjects(chosen.sizes, [chosen.batch], chosen.sequences)
         return [
             Case(
@@ -170,7 +158,6 @@ class Model(Experiment):
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
         from bench_harness import roofline
-        from bench_harness.display import marks
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -214,7 +201,7 @@ class Model(Experiment):
         if "first_ms" in done and done["first_ms"].notna().any():
             first = done[done["first_ms"].notna()].copy()
             ratio = first["first_ms"] / first["median_ms"]
-            first["first_ratio"] = ratio.where(marks.steady(first))
+            first["first_ratio"] = ratio.where(row_tables.steady(first))
             tables.append(
                 _COLUMNS.table(
                     "First step against steady state",
@@ -228,56 +215,32 @@ class Model(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """The parts of the training step, stacked, per subject and variant."""
-        from bench_harness.display import marks
-        from bench_harness.display.plots import new_figure
         from bench_harness.stats import with_summary
 
         done = with_summary(row_tables.finished(rows))
         parts = ["training forward", "backward", "optimizer"]
         if "phase" not in done or not done["phase"].isin(parts).any():
             return []
-        groups = row_tables.by(
+        done["steady"] = row_tables.steady(done)
+        bars = []
+        for text, group in row_tables.by(
             done, ["size", "model", "sequence", "warmup", "precision", "attention", "execution"]
-        )
-        figure, axes = new_figure(height=1.5 + 0.5 * len(groups))
-        plot = axes[0, 0]
-        colour = marks.colours(parts)
-        for position, (_, group) in enumerate(groups):
+        ):
             # Two cases may have measured the same, each beside variants of its own.
-            first = group.drop_duplicates("phase").set_index("phase", drop=False)
-            first["filled"] = marks.steady(first)
-            left = 0.0
-            for part in [part for part in parts if part in first.index]:
-                own = first.loc[[part]]
-                marks.bars(
-                    plot,
-                    [position],
-                    own["median_ms"].to_list(),
-                    left=[left],
-                    colour=colour[part],
-                    filled=own["filled"].to_list(),
-                    errors=marks.whiskers(own),
-                    label=None if position else part,
-                )
-                left += float(own["median_ms"].iloc[0])
-            if "step" in first.index:
-                own = first.loc[["step"]]
-                plot.errorbar(
-                    own["median_ms"], [position + 0.42], xerr=marks.whiskers(own), fmt="D",
-                    color="black", markersize=5, capsize=3,
-                    markerfacecolor="black" if own["filled"].iloc[0] else "white",
-                    label=None if position else "whole step",
-                )  # fmt: skip
-        plot.set_yticks(range(len(groups)), [text or "step" for text, _ in groups])
-        plot.invert_yaxis()
-        plot.set_xlabel("median time (ms)")
-        figure.legend(loc="outside upper center", ncols=2)
+            phases = group.drop_duplicates("phase").set_index("phase")
+            own = phases.loc[[part for part in parts if part in phases.index]]
+            lengths = {str(name): float(time) for name, time in own["median_ms"].items()}
+            bars.append(Bar(text, lengths, steady=bool(own["steady"].all())))
+            for _, step in phases[phases.index == "step"].iterrows():
+                ends = step["ci_low_ms"], step["ci_high_ms"]
+                whole = {"whole step": step["median_ms"]}
+                bars.append(Bar("whole step", whole, *ends, steady=bool(step["steady"])))
         return [
             Figure(
                 "model_step",
                 "Parts of a training step",
-                figure,
-                "Bars: the parts, each synchronised. Diamond: the whole step, synchronised once.",
+                Bars("ms", {"": bars}),
+                "Medians. The parts are synchronised one by one, the whole step once.",
             )
         ]
 

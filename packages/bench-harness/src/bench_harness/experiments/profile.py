@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.environment import resolve_device
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.workload import PRECISIONS, SIZES, billions
@@ -30,10 +29,6 @@ _COLUMNS = row_tables.Columns(
     Column("range", "part"),
     Column("gflop", "operations", "GFLOP"),
     Column("gflop_s", "achieved", "GFLOP/s"),
-    Column("kernel", "kernel"),
-    Column("work", "work"),
-    Column("count", "runs", "count"),
-    Column("total_ms", "total", "ms"),
     Column("share", "of the phase", "%"),
 )
 PHASES = ("inference", "forward", "backward", "optimizer")
@@ -76,16 +71,13 @@ class Profile(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size and context length."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
         configs: list[Row] = [
             {
                 **subject,
-                "precision": chosen.precision,
+                **chosen.stored("precision warmup"),
                 "attention": "naive",  # the only one with separate softmax and products
                 "optimizer": "adamw",
-                "warmup": chosen.warmup,
                 "tool": "nsight" if chosen.nsight else "torch.profiler",
-                "device": device,
                 "label": f"profile {subject_label(subject, batch=False)} {chosen.precision}"
                 + " Nsight Systems" * chosen.nsight,
             }
@@ -180,47 +172,24 @@ class Profile(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Kernel time by kind of work: a bar per case and phase."""
-        from bench_harness.display import marks
-        from bench_harness.display.plots import new_figure
-
         done = row_tables.finished(rows)
         if "kind" not in done or done.empty:
             return []
         phases = done[done["kind"] == "phase"]
-        if phases.empty:
-            return []
-        kinds = [k for k in _KINDS if (phases[_column(k)] > 0).any()]
-        labels = list(phases["label"].str.removeprefix("profile ").unique())
-        colour = marks.colours(kinds)
-        # A few cases share one axis; of many, each phase has an axis of its own.
-        apart = len(labels) > 2
-        panels = [(phase,) for phase in PHASES] if apart else [PHASES]
-        figure, axes = new_figure(
-            columns=len(panels),
-            width=12 if apart else 5.6,
-            height=1.3 + 0.3 * len(labels) * len(panels[0]),
-        )
-        for plot, shown in zip(axes[0], panels, strict=True):
-            bars = [(label, phase) for label in labels for phase in shown]
-            for number, (label, phase) in enumerate(bars):
-                own = phases["label"].str.removeprefix("profile ") == label
-                part = phases[own & (phases["phase"] == phase)]
-                left = 0.0
-                for kind in kinds if len(part) else []:
-                    width = float(part[_column(kind)].iloc[0])
-                    named = kind if number == 0 else None
-                    plot.barh(number, width, left=left, color=colour[kind], label=named)
-                    left += width
-            names = [phase if len(labels) == 1 else f"{label}, {phase}" for label, phase in bars]
-            if apart:
-                plot.set_title(shown[0])
-                names = labels if plot is axes[0, 0] else [""] * len(labels)
-            plot.set_yticks(range(len(bars)), names, fontsize="small")
-            plot.set_ylim(len(bars) - 0.4, -0.6)
-            plot.set_xlabel("kernel time in one step (ms)")
-        handles, named = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, named, loc="outside upper center", ncols=4)
-        return [Figure("profile_phases", "Kernel time by kind of work", figure)]
+        panels = {
+            phase: [
+                Bar(row["label"].removeprefix("profile "), _by_kind(row))
+                for _, row in phases[phases["phase"] == phase].iterrows()
+            ]
+            for phase in PHASES
+        }
+        shown = {phase: bars for phase, bars in panels.items() if bars}
+        title = "Kernel time of one step by kind of work"
+        return [Figure("profile_phases", title, Bars("ms", shown))] if shown else []
+
+
+def _by_kind(row: pd.Series[Any]) -> dict[str, float]:
+    return {kind: float(row[_column(kind)]) for kind in _KINDS if row[_column(kind)] > 0}
 
 
 def _column(kind: str) -> str:

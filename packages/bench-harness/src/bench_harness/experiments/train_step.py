@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option
-from bench_harness.distributed import (
-    default_world_size,
-    require_gpus,
-    run_on_ranks,
-)
-from bench_harness.environment import resolve_device
+from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.experiments.base import Experiment
 from bench_harness.experiments.shape import SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
@@ -134,8 +129,9 @@ class TrainStep(Experiment):
     def cases(self, **options: Any) -> list[Case]:
         """One case per size, batch and context length; all variants in each."""
         chosen = Options(**options)
-        device = resolve_device(chosen.device)
-        world_size = chosen.world_size or default_world_size(device)
+        how = "rounds blocks calls warmup interval max_seconds profiled all_reduces first_step"
+        options = chosen.stored(f"{how} alone nsight coursework")
+        world_size = chosen.world_size or default_world_size(options["device"])
         variants = chosen.settings()
         if world_size > 1 and chosen.nsight:  # nothing to see without communication
             variants = [variant for variant in variants if variant.communicates]
@@ -144,18 +140,7 @@ class TrainStep(Experiment):
             "variants": [variant.table() for variant in variants],
             "world_size": world_size,
             "nnodes": 1,  # as in published rows, whose keys stay
-            "rounds": chosen.rounds,
-            "blocks": chosen.blocks,
-            "calls": chosen.calls,
-            "warmup": chosen.warmup,
-            **chosen.sampling(),
-            "profiled": chosen.profiled,
-            "all_reduces": chosen.all_reduces,
-            "first_step": chosen.first_step,
-            "alone": chosen.alone,
-            "nsight": chosen.nsight,
-            "coursework": chosen.coursework,
-            "device": device,
+            **options,
         }
         how = " rank 0 alone" * chosen.alone + " first step" * chosen.first_step
         how += " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
@@ -173,10 +158,8 @@ class TrainStep(Experiment):
         if case.config["nsight"]:
             from bench_harness.training import nsight
 
-            require_gpus(case.config)
             return nsight.rows(dict(case.config), case.timeout_s / 3, progress)
-        from bench_harness.training.measure import measure_rank, weigh_alone
-        from bench_harness.training.merge import merged
+        from bench_harness.training.measure import measure_rank, merged, weigh_alone
 
         if case.config["alone"]:
             return weigh_alone(case.config)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard, TypeVar
 
 import pandas as pd
 
 from bench_harness import roofline
-from bench_harness.core import Column, Figure, Row, Table
-from bench_harness.display import cells, marks, row_tables
-from bench_harness.display.plots import COLOURS, new_figure
+from bench_harness.core import Bar, Bars, Column, Figure, Row, Table
+from bench_harness.display import row_tables
 from bench_harness.experiments.bucket_model import draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
-from bench_harness.store import PARTIAL
 from bench_harness.traces import waterfall
 from bench_harness.traces.picture import draw_overlap
 from bench_harness.training import settings as of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as MatplotlibFigure
+_Made = TypeVar("_Made")
 
 _COLUMNS = row_tables.Columns(
     Column("batch", "batch per rank"),
@@ -34,8 +32,6 @@ _COLUMNS = row_tables.Columns(
     Column("optimizer_ms_median", "optimizer alone", "ms"),
     Column("host_ms_median", "host", "ms"),
     Column("peak_gib", "peak memory", "GiB"),
-    Column("finished_rounds", "finished rounds", "count"),
-    Column("error", "why"),
     Column("moment", "moment"),
     Column("parameter_gib", "parameters", "GiB"),
     Column("gradient_gib", "gradients", "GiB"),
@@ -49,29 +45,16 @@ _COLUMNS = row_tables.Columns(
     Column("payload_mib", "payload", "MiB"),
     Column("communication_ms", "total", "ms"),
     Column("hidden_ms", "hidden", "ms"),
-    Column("exposed_ms", "exposed", "ms"),
     Column("exposed_min_ms", "exposed, least rank", "ms"),
-    Column("idle_ms", "idle", "ms"),
-    Column("spans", "spans"),
     Column("part", "part"),
     Column("spent_ms", "time", "ms"),
     Column("least_ms", "at the measured ceiling", "ms"),
     Column("reached", "of the ceiling", "%"),
-    Column("gathers", "gathers", "count"),
-    Column("late_gathers", "late", "count"),
-    Column("late_ms", "computation waited", "ms"),
     Column("late_max_ms", "on another rank up to", "ms"),
     Column("rank", "rank", "number"),
-    Column("number", "gather", "number"),
-    Column("unit", "unit"),
-    Column("gather_ms", "gather itself", "ms"),
 )
 _CELL = "model size batch sequence precision compile world_size"
 _ROW = f"{_CELL} variant"
-_PARTIAL_NOTE = (
-    " Partial: the case was stopped, and its figures are of the finished rounds alone; pictures "
-    "and the other tables leave them out."
-)
 #: A part of the memory further than this from its prediction is flagged.
 _TOLERANCE = 0.03
 #: What a rank holds by the name of its part in a row.
@@ -86,7 +69,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
     if "settings" not in frame:
         return [_COLUMNS.table("Training steps", frame, f"{_CELL} status")]
     frame = roofline.with_roofline(compared(frame))
-    if "model_flops" in frame and "ceiling_tflop_s" in frame:  # a stopped case has no ceilings
+    if "model_flops" in frame and "ceiling_tflop_s" in frame:
         rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
         frame["mfu"] = 100 * rate / frame["ceiling_tflop_s"]
     made = []
@@ -110,60 +93,43 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             or timed["coursework"].map(lambda wanted: wanted is not False).any()
         ):
             made.append(_published(timed))
-        fitted = fit_table(timed)
-        if fitted is not None:
-            made.append(fitted)
+        made += fit_table(timed)
     return [table for table in made if len(table.frame)]
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds to each row its settings as columns, and how it compares with others of its case."""
-    known = frame["settings"].map(lambda table: isinstance(table, Mapping))
     for name in of.SHARED:
         frame[name] = [_setting(table, name) for table in frame["settings"]]
     frame["wrapper"] = [_setting(table, "wrapper", "name") for table in frame["settings"]]
-    medians = {
-        (row["case_key"], _identity(of.stored(row["settings"]))): row["median_ms"]
-        for _, row in frame[known].iterrows()
-    }
-    frame["quotable"] = marks.steady(frame)
-    naive = {
-        row["case_key"]: row["samples_ms"]
-        for _, row in frame[known].iterrows()
-        if row["wrapper"] == "naive" and row["quotable"] and _are_samples(row.get("samples_ms"))
-    }
-    steady = {
-        (row["case_key"], _identity(of.stored(row["settings"]))): bool(row["quotable"])
-        for _, row in frame[known].iterrows()
-    }
-    bare, speedups, against = [], [], []
-    for _, row in frame.iterrows():
-        base, bound = float("nan"), (row["case_key"], "none")
-        if isinstance(row["settings"], Mapping):
-            variant = of.stored(row["settings"]).without_communication()
-            bound = (row["case_key"], _identity(variant))
-            base = medians.get(bound, base)
-        bare.append(base)
-        against.append(bool(row["quotable"]) and steady.get(bound, False))
-        own, slow = row.get("samples_ms"), naive.get(row["case_key"])
-        nothing = (float("nan"),) * 3
-        quotable = row["quotable"] and _are_samples(own) and _are_samples(slow)
-        speedups.append(ratio_interval(slow, own) if quotable else nothing)  # type: ignore[arg-type]
-    frame[["speedup", "speedup_low", "speedup_high"]] = pd.DataFrame(speedups, index=frame.index)
-    frame["exposed_step_ms"] = frame["median_ms"] - pd.Series(bare, index=frame.index)
-    frame["exposed_quotable"] = against
+    frame["quotable"] = row_tables.steady(frame)
+    every = [of.stored(each) if isinstance(each, Mapping) else None for each in frame["settings"]]
+    own = list(zip(frame["case_key"], map(repr, every), strict=True))
+    bare = [repr(each and each.without_communication()) for each in every]
+    bound = list(zip(frame["case_key"], bare, strict=True))
+    medians = dict(zip(own, frame["median_ms"], strict=True))
+    quotable = dict(zip(own, frame["quotable"], strict=True))
+    frame["exposed_step_ms"] = frame["median_ms"] - [medians.get(b, float("nan")) for b in bound]
+    frame["exposed_quotable"] = [
+        both and quotable.get(b, False) for both, b in zip(frame["quotable"], bound, strict=True)
+    ]
     frame["share"] = 100 * frame["exposed_step_ms"] / frame["median_ms"]
-    samples = frame["samples_ms"] if "samples_ms" in frame else [None] * len(frame)
+    samples = frame["samples_ms"] if "samples_ms" in frame else pd.Series(None, index=frame.index)
+    steady = samples.where(frame["quotable"] & samples.map(_are_samples))
+    naive = steady[frame["wrapper"] == "naive"].dropna()
+    slow = dict(zip(frame.loc[naive.index, "case_key"], naive, strict=True))
+    frame[["speedup", "speedup_low", "speedup_high"]] = [
+        ratio_interval(slow[case], times)
+        if case in slow and _are_samples(times)
+        else (float("nan"),) * 3
+        for case, times in zip(frame["case_key"], steady, strict=True)
+    ]
     frame["fastest_ms"] = [_of(min, times) for times in samples]
     frame["slowest_ms"] = [_of(max, times) for times in samples]
     for name in ("host_ms", "optimizer_ms"):
         if name in frame:
-            frame[f"{name}_median"] = [_of(_median, times) for times in frame[name]]
+            frame[f"{name}_median"] = [_of(statistics.median, times) for times in frame[name]]
     return frame
-
-
-def _identity(variant: of.Settings) -> str:
-    return repr(variant)
 
 
 def _setting(table: Any, *names: str) -> Any:
@@ -181,23 +147,19 @@ def _are_samples(samples: Any) -> TypeGuard[list[float]]:
     return isinstance(samples, list) and bool(samples)
 
 
-def _median(times: list[float]) -> float:
-    return float(pd.Series(times).median())
-
-
 def _steps(frame: pd.DataFrame) -> Table:
     return _COLUMNS.table(
         "Training steps",
         frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
         f"{_ROW} {row_tables.STATISTICS} fastest_ms slowest_ms exposed_step_ms share speedup "
         "speedup_low speedup_high optimizer_ms_median host_ms_median peak_gib mfu "
-        f"{row_tables.ROOFLINE} finished_rounds ran status error",
+        f"{row_tables.ROOFLINE} ran status error",
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
         "adds time, so where samples scatter the fastest say more. MFU: the model's operations, "
         "causal and without recomputation, over the median step, relative to the rate of a matrix "
-        f"product. {roofline.NOTE}{_PARTIAL_NOTE * (PARTIAL in set(frame['status']))}",
+        f"product. {roofline.NOTE}",
     )
 
 
@@ -299,31 +261,21 @@ def _latest_gathers(profiled: pd.DataFrame) -> Table:
 
 
 def _published(done: pd.DataFrame) -> Table:
-    means = dict(
-        zip(zip(done["case_key"], done["wrapper"], strict=True), done["mean_ms"], strict=True)
-    )
+    done = done[done["wrapper"] != "none"]  # which is no implementation
+    naive = done[done["wrapper"] == "naive"].set_index("case_key")["mean_ms"].to_dict()
+    names = [
+        _PUBLISHED.get(wrapper, wrapper if wrapper in ("naive", "flat") else label)
+        for wrapper, label in zip(done["wrapper"], done["variant"], strict=True)
+    ]
+    speedup = done["case_key"].map(naive).astype("float64") / done["mean_ms"]
+    frame = done.assign(implementation=names, speedup_vs_naive=speedup.round(4))
+    frame["avg_step_time_ms"] = done["mean_ms"].round(4)
+    renamed = frame.rename(columns={"size": "model_size"})
+    columns = "implementation model_size d_model num_layers world_size avg_step_time_ms "
+    columns += "speedup_vs_naive batch sequence precision"
     return Table(
         "Step times for comparison by column",
-        pd.DataFrame(
-            {
-                "implementation": [
-                    _PUBLISHED.get(wrapper, wrapper if wrapper in ("naive", "flat") else label)
-                    for wrapper, label in zip(done["wrapper"], done["variant"], strict=True)
-                ],
-                "model_size": done.get("size"),
-                "d_model": done.get("d_model"),
-                "num_layers": done.get("num_layers"),
-                "world_size": done["world_size"],
-                "avg_step_time_ms": done["mean_ms"].round(4),
-                "speedup_vs_naive": [
-                    round(means[case, "naive"] / mean, 4) if (case, "naive") in means else None
-                    for case, mean in zip(done["case_key"], done["mean_ms"], strict=True)
-                ],
-                "batch": done.get("batch"),
-                "sequence": done.get("sequence"),
-                "precision": done["precision"],
-            }
-        ).reset_index(drop=True),
+        renamed.reindex(columns=columns.split()).reset_index(drop=True),
         "The columns that other implementations of the assignment publish; the last three say "
         "which cell a line belongs to.",
     )
@@ -338,19 +290,19 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
     timed = done[done["median_ms"].notna()]
     made = []
     if len(timed):
-        made.append(
-            Figure(
-                "train_steps",
-                "Step time by variant",
-                _draw_steps(timed),
-                "What is beyond the same step without communication is exposed.",
-            )
-        )
-    if "memory" in done and done["memory"].notna().any():
-        drawn = _draw_memory(done)
-        if drawn is not None:
-            title = "Memory per rank at its moments"
-            made.append(Figure("train_step_memory", title, drawn, folded=True))
+        title = "Step time by variant"
+        note = "What is beyond the same step without communication is exposed."
+        made.append(Figure("train_steps", title, Bars("ms", _panels(timed, _step_bars)), note))
+    if "memory" in done and len(held := done[done["memory"].map(_are_samples)]):
+        panels = {
+            f"{title}{': ' * bool(title)}{row['variant']}": [
+                Bar(moment["moment"], _held(moment)) for moment in row["memory"]
+            ]
+            for title, cell in _panels(held, lambda cell: cell).items()
+            for _, row in cell.iterrows()
+        }
+        title = "Memory per rank at its moments"
+        made.append(Figure("train_step_memory", title, Bars("B", panels), folded=True))
     profiled = done[done["timeline"].notna()] if "timeline" in done else done.iloc[:0]
     for index, (_, cell) in enumerate(profiled.groupby("case_key", sort=False)):
         lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
@@ -367,11 +319,12 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
             )
     broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]
     for index, (_, cell) in enumerate(broken.groupby("case_key", sort=False)):
+        bars = [Bar(row["variant"], row["waterfall"]) for _, row in cell.iterrows()]
         made.append(
             Figure(
                 f"train_step_waterfall_{index}",
                 f"Where the time goes: {cell['label'].iloc[0]}",
-                waterfall.draw(dict(zip(cell["variant"], cell["waterfall"], strict=True))),
+                Bars("ms", {"": bars}),
                 "One profiled step, on the rank that waited least for others; "
                 f"{cell['spans'].iloc[0]}.",
             )
@@ -389,77 +342,25 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
     return made
 
 
-def _draw_steps(done: pd.DataFrame) -> MatplotlibFigure:
-    """A panel per case, a bar per variant with its name above it, the fastest first."""
-    cells = [cell.sort_values("median_ms") for _, cell in done.groupby("case_key", sort=False)]
-    lines = sum(len(cell) for cell in cells)
-    figure, axes = new_figure(rows=len(cells), height=0.5 + 0.7 * len(cells) + 0.46 * lines)
-    for plot, cell in zip(axes[:, 0], cells, strict=True):
-        ys = [float(y) for y in range(len(cell))]
-        filled = marks.steady(cell).to_list()
-        exposed = cell["exposed_step_ms"].fillna(0).clip(lower=0)
-        bare = (cell["median_ms"] - exposed).to_list()
-        marks.bars(
-            plot,
-            ys,
-            bare,
-            colour=COLOURS[0],
-            label="computation",
-            filled=filled,
-            height=0.4,
-        )
-        marks.bars(
-            plot,
-            ys,
-            exposed.to_list(),
-            left=bare,
-            colour=COLOURS[1],
-            errors=marks.whiskers(cell),
-            label="exposed communication",
-            filled=cell["exposed_quotable"].to_list(),
-            height=0.4,
-        )
-        for y, name in zip(ys, cell["variant"], strict=True):
-            size = 8.3 * min(1.0, 80 / len(name))  # so that the longest names fit the width
-            plot.annotate(name, (0, y - 0.25), (2, 0), textcoords="offset points",
-                          va="bottom", fontsize=size)  # fmt: skip
-        plot.set_ylim(len(cell) - 0.6, -0.8)
-        plot.set_yticks([])
-        plot.set_xlim(left=0)
-        if len(cells) > 1:
-            plot.set_title(cell["label"].iloc[0].removeprefix("train-step "))
-        plot.set_xlabel("median step (ms)")
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=2)
-    return figure
+def _panels(rows: pd.DataFrame, make: Callable[[pd.DataFrame], _Made]) -> dict[str, _Made]:
+    """What is made of the rows of each case, by its label, which one case alone does not need."""
+    cells = {cell["label"].iloc[0]: cell for _, cell in rows.groupby("case_key", sort=False)}
+    return {
+        label.removeprefix("train-step ") * (len(cells) > 1): make(cell)
+        for label, cell in cells.items()
+    }
 
 
-def _draw_memory(done: pd.DataFrame) -> MatplotlibFigure | None:
-    """Stacked bars of the first cell: what is held at each moment, by kind."""
-    _, cell = next(iter(done[done["memory"].notna()].groupby("case_key", sort=False)))
-    held = [row for _, row in cell.iterrows() if isinstance(row["memory"], list)]
-    if not held:
-        return None
-    bars = [
-        (f"{row['variant']}, {moment['moment']}", _held(moment))
-        for row in held
-        for moment in row["memory"]
-    ]
-    unit, size = cells.scale([sum(parts.values()) for _, parts in bars], "B")
-    longest = max(len(name) for name, _ in bars)
-    figure, axes = new_figure(width=5 + 0.06 * longest, height=1.2 + 0.24 * len(bars))
-    plot = axes[0, 0]
-    for y, (_, parts) in enumerate(bars):
-        left = 0.0
-        for colour, (part, nbytes) in zip(COLOURS, parts.items(), strict=False):
-            width = nbytes / size
-            plot.barh(y, width, left=left, color=colour, label=None if y else part)
-            left += width
-    plot.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize="x-small")
-    plot.invert_yaxis()
-    plot.set_xlabel(f"memory per rank ({unit})")
-    figure.legend(loc="outside upper center", ncols=4)
-    return figure
+def _step_bars(cell: pd.DataFrame) -> list[Bar]:
+    """A bar for each variant of a case, the fastest first."""
+    bars = []
+    for _, row in cell.sort_values("median_ms").iterrows():
+        exposed = max(row["exposed_step_ms"], 0.0) if row["exposed_step_ms"] > 0 else 0.0
+        parts = {"computation": row["median_ms"] - exposed, "exposed communication": exposed}
+        known = row["exposed_quotable"] or pd.isna(row["exposed_step_ms"])
+        ends = row["ci_low_ms"], row["ci_high_ms"]
+        bars.append(Bar(row["variant"], parts, *ends, steady=bool(row["quotable"] and known)))
+    return bars
 
 
 def _held(moment: Mapping[str, Any]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from bench_harness.environment import measured_on
 from bench_harness.experiments import Experiment
 from bench_harness.report.frame import to_frame
 from bench_harness.report.headlines import headlines, on_cpu, tiles
-from bench_harness.store import ARTIFACTS, PARTIAL, ROUNDS, Store, StoreError
+from bench_harness.store import ARTIFACTS, Store, StoreError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,8 +38,7 @@ class CaseLine:
     """How one case ended.
 
     Attributes:
-        status: of the case; "error" or "timeout" if one of its variants ended so, "partial" if
-            it was stopped and only its finished rounds are there.
+        status: of the case; "error" or "timeout" if one of its variants ended so.
         error: why the case, or which variant of it and why, was not measured.
         warnings: what makes its figures doubtful, as a throttled GPU.
         artifacts: files that it left, relative to the run folder.
@@ -220,7 +219,7 @@ def _made(
     for own in by_case.values():
         try:
             # Others hold nothing that could be shown alone.
-            if own[0]["status"] in ("ok", PARTIAL):
+            if own[0]["status"] == "ok":
                 make(to_frame(own))
             good += own
         except Exception:  # noqa: BLE001 - the first error is shown
@@ -244,18 +243,18 @@ def where(error: Exception) -> str:
 def _line(rows: list[Row], folder: Path) -> CaseLine:
     row = rows[0]
     statuses = [each["status"] for each in rows]
-    order = (PARTIAL, "error", "timeout", "ok")
+    order = ("error", "timeout", "ok")
     worst = next((each for each in order if each in statuses), statuses[0])
-    # Without a variant the error is the case's own, and its only row. Partial rows share one.
+    # Without a variant the error is the case's own, and its only row.
     errors = [
         f"{each['variant']} {each['status']}: {each['error']}"
-        if "variant" in each and each["status"] != PARTIAL
+        if "variant" in each
         else each["error"]
         for each in rows
         if each["error"] is not None
     ]
     files = sorted(Store(folder).subfolder(ARTIFACTS, row["case_key"]).glob("*"))
-    left = [f for f in files if not f.name.startswith(ROUNDS) and not f.is_symlink()]
+    left = [file for file in files if not file.is_symlink()]
     return CaseLine(
         experiment=row["experiment"],
         label=row["label"],

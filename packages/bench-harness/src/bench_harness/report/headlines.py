@@ -12,15 +12,15 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from bench_harness.core import Row, plural
-from bench_harness.display import marks
 from bench_harness.display.cells import quantity
+from bench_harness.display.row_tables import steady
+from bench_harness.environment import throttled
 from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
-from bench_harness.store import PARTIAL
 from bench_harness.verdict import judge
 
 #: Statuses of cases that did not finish.
-_STOPPED = ("error", "timeout", "oom", PARTIAL)
+_STOPPED = ("error", "timeout", "oom")
 #: How names of variants begin that are PyTorch's own; and those that only bound the others.
 _PYTORCH = ("torch", "sdpa", "FSDP2")
 _BOUND = "no communication"
@@ -104,7 +104,7 @@ def _fastest(rows: list[Row]) -> str | None:
     takes = f"{first['variant']} takes {_ms(first)}{done}"
     pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
     if not others:
-        return takes + (f"{_interval(first)}, unsteady{_busy(rows)}" if unstable else "") + where
+        return takes + (f"{_interval(first)}, unsteady{_cause(rows)}" if unstable else "") + where
     other: Mapping[str, object] = (pytorch or others)[0]
     verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
     if unstable:  # a figure that scatters is not quoted, but the verdict stands
@@ -112,7 +112,7 @@ def _fastest(rows: list[Row]) -> str | None:
         why = "".join(f", {reason}" for reason in verdict.reasons[:1])
         why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
         return (
-            f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}{_busy(rows)}"
+            f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}{_cause(rows)}"
             + where
         )
     beside = f", {verdict.ratio:.2f} of {other['variant']}"
@@ -129,8 +129,11 @@ def _interval(row: Row) -> str:
     return f" [{quantity(low, 'ms')}, {quantity(high, 'ms')}]"
 
 
-def _busy(rows: list[Row]) -> str:
-    """That other programs kept the CPU busy, where a case says so: a likely cause, and the cure."""
+def _cause(rows: list[Row]) -> str:
+    """What probably made samples scatter, where a case says so, and the cure."""
+    both = [(row.get("machine_before") or {}, row.get("machine_after") or {}) for row in rows]
+    if reasons := {reason for states in both for reason in throttled(*states)}:
+        return f"; the GPU was slowed down ({', '.join(sorted(reasons))}), so run again later"
     states = [
         row.get("machine_after") or {} for row in rows if row["config"].get("device") == "cpu"
     ]
@@ -165,10 +168,10 @@ def _unstable(rows: list[Row]) -> str | None:
     timed = [row for row in rows if row["status"] == "ok" and row.get("samples_ms")]
     if not timed:
         return None
-    shaky = int((~marks.steady(with_summary(to_frame(timed)))).sum())
+    shaky = int((~steady(with_summary(to_frame(timed)))).sum())
     if not shaky:
         return None
     return (
         f"{shaky} of {plural(len(timed), 'timed figure')} scatter or drift too much to quote, or "
-        "are too short for the timer; they are drawn hollow and take part in no ratio."
+        f"are too short for the timer, and take part in no ratio{_cause(timed)}."
     )

@@ -6,13 +6,13 @@ import contextlib
 import json
 import numbers
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row, Table, plural
+from bench_harness.display.bars import placed
 from bench_harness.display.cells import cell, is_missing, readable, split
-from bench_harness.display.marks import LEGEND
 from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
 from bench_harness.report.build import Report, Section, where
 from bench_harness.store import RESULTS, Store, StoreError, replace_file
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = "report.html"
+#: What readers need to know of pictures, once per page.
+LEGEND = (
+    "Bars and points are medians with their 95 % intervals. What is unsteady, or a ring, must not "
+    "be quoted: its samples scatter or drift too much, or are too short for the timer."
+)
 _TEMPLATE = "page.html.jinja"
 
 #: How a text begins that a spreadsheet evaluates.
@@ -78,20 +83,6 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
-    return render_template(
-        _TEMPLATE,
-        report=report,
-        flags=_FLAGS,
-        legend=LEGEND,
-        plural=plural,
-        readable=readable,
-        results=RESULTS,
-        table_stem=table_stem,
-    )
-
-
-def render_template(name: str, **values: Any) -> str:
-    """A template of this package as HTML; values are escaped."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -105,7 +96,18 @@ def render_template(name: str, **values: Any) -> str:
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(name).render(data_uri=data_uri, split=split, **values)
+    return templates.get_template(_TEMPLATE).render(
+        report=report,
+        flags=_FLAGS,
+        legend=LEGEND,
+        plural=plural,
+        readable=readable,
+        results=RESULTS,
+        table_stem=table_stem,
+        data_uri=data_uri,
+        placed=placed,
+        split=split,
+    )
 
 
 def as_json(report: Report, page: Path) -> Row:
@@ -124,15 +126,14 @@ def as_json(report: Report, page: Path) -> Row:
             for section in report.sections
             for case in section.cases
         ],
-        "tables": {
-            section.name: {
-                # pandas writes missing values as null, and its own numbers as numbers.
-                table.title: json.loads(table.frame.to_json(orient="records"))
-                for table in section.tables
-            }
-            for section in report.sections
-        },
+        "tables": {section.name: records(section.tables) for section in report.sections},
     }
+
+
+def records(tables: Iterable[Table]) -> Row:
+    """Tables by title, as lists of their lines."""
+    # pandas writes missing values as null, and its own numbers as numbers.
+    return {each.title: json.loads(each.frame.to_json(orient="records")) for each in tables}
 
 
 def csv(frame: pd.DataFrame) -> str:
@@ -179,8 +180,5 @@ def grid(frame: pd.DataFrame, *, digits: int | None = None) -> str:
 
 def markdown(table: Table) -> str:
     """A table as Markdown with its title and note."""
-    shown = table.frame.astype(object).map(lambda value: _escaped(cell(value)))
-    shown.columns = [_escaped(str(name)) for name in shown.columns]
-    text = shown.to_markdown(index=False, disable_numparse=True)
-    parts = [f"### {table.title}", text, table.note]
+    parts = [f"### {table.title}", grid(table.frame), table.note]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -7,15 +7,14 @@ events of ``torch.profiler``.
 from __future__ import annotations
 
 import bisect
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from bench_harness.core import Row
+from bench_harness.traces import kineto
 from bench_harness.traces.trace import PHASE
 
 #: Points of a stored timeline; each keeps the highest moment of its stretch.
@@ -189,22 +188,21 @@ def from_cuda_history(
 
 def from_profile(path: Path) -> list[MemoryEvent]:
     """Memory events of a trace that ``torch.profiler`` exported with ``profile_memory=True``."""
-    content = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
     spans: dict[tuple[int, int], list[tuple[int, int, str]]] = defaultdict(list)
     phases: list[tuple[int, int, str]] = []
     moments = []
-    for event in content["traceEvents"]:
+    for event in kineto.content(path)["traceEvents"]:
         if "ts" not in event:
             continue
-        start = int(event["ts"] * 1000)
+        start, end = kineto.span(event)
         if event["name"] == "[memory]":
             moments.append((start, event))
         elif event.get("cat") in ("cpu_op", "user_annotation"):
-            span = (start, start + int(event.get("dur", 0) * 1000), str(event["name"]))
-            if span[2].startswith(PHASE):
-                phases.append((span[0], span[1], span[2].removeprefix(PHASE)))
+            name = str(event["name"])
+            if name.startswith(PHASE):
+                phases.append((start, end, name.removeprefix(PHASE)))
             else:
-                spans[event["pid"], event["tid"]].append(span)
+                spans[event["pid"], event["tid"]].append((start, end, name))
     for found in spans.values():
         found.sort()
     events = []

@@ -60,8 +60,8 @@ def load(path: Path) -> Trace:
     Raises:
         ValueError: the file holds no trace events.
     """
-    content = _content(path)
-    events = content.get("traceEvents") if isinstance(content, dict) else None
+    held = content(path)
+    events = held.get("traceEvents") if isinstance(held, dict) else None
     if not events:
         raise ValueError(
             f"a trace must hold traceEvents, but got none in {path}. Export it with torch.profiler."
@@ -121,32 +121,34 @@ def trimmed(path: Path, target: Path, windows: Sequence[Interval]) -> None:
     Args:
         target: gzip-compressed; a name in ``.json.gz`` tells viewers so.
     """
-    content = _content(path)
+    held = content(path)
     kept = []
-    for event in content["traceEvents"]:
+    for event in held["traceEvents"]:
         if "ts" in event and event.get("ph") != "M":
-            start, end = _span(event)
+            start, end = span(event)
             if not any(start < finish and begin < max(end, start + 1) for begin, finish in windows):
                 continue
         kept.append(event)
-    content["traceEvents"] = kept
+    held["traceEvents"] = kept
     with gzip.open(target, "wt", encoding="utf-8") as file:
-        json.dump(content, file, default=float)
+        json.dump(held, file, default=float)
 
 
-def _content(path: Path) -> Any:
+def content(path: Path) -> Any:
+    """The JSON of a trace, plain or gzip-compressed."""
     # Decimal keeps the three digits after the microsecond exact, whatever the clock's origin.
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         return json.load(file, parse_float=Decimal)
 
 
-def _span(event: dict[str, Any]) -> Interval:
+def span(event: Mapping[str, Any]) -> Interval:
+    """Start and end of an event in nanoseconds."""
     start = int(event["ts"] * 1000)
     return start, start + int(event.get("dur", 0) * 1000)
 
 
 def _event(event: dict[str, Any]) -> Event:
-    start, end = _span(event)
+    start, end = span(event)
     return Event(
         name=str(event["name"]),
         start_ns=start,

@@ -50,7 +50,8 @@ def draw_overlap(timelines: Mapping[str, Row]) -> Figure:
     """
     from matplotlib.patches import Patch
 
-    from bench_harness.display.plots import COLOURS, new_figure
+    from bench_harness.display.bars import COLOURS
+    from bench_harness.display.plots import new_figure
 
     figure, axes = new_figure(width=9, height=0.9 + 0.85 * len(timelines))
     plot = axes[0, 0]

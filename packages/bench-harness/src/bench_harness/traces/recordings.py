@@ -5,20 +5,35 @@ torch.profiler's Chrome-format traces, and Nsight Systems' reports and their SQL
 
 from __future__ import annotations
 
-import gzip
-import json
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench_harness.core import Row
+from bench_harness.core import Column, Row, Table
+from bench_harness.display import row_tables
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank
 from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
+
+#: Kinds of work by their columns.
+_WORK = {"matmul": "matmul", "fused": "fused attention", "moved": "communication", "other": "other"}
+_GATHERS = ("gathers", "late_gathers", "late_ms", "latest_gathers")
+_COLUMNS = row_tables.Columns(
+    Column("recording", "recording"),
+    Column("tool", "tool"),
+    Column("steps", "steps", "count"),
+    Column("step_ms", "per step", "ms"),
+    Column("computing_ms", "computing", "ms"),
+    Column("communication_ms", "communication", "ms"),
+    Column("hidden", "hidden", "%"),
+    *(Column(key, work, "%") for key, work in _WORK.items()),
+    Column("kernels", "kernels", "count"),
+    Column("share", "share", "%"),
+)
 
 #: How torch.profiler marks the steps of its schedule.
 _STEP = "ProfilerStep#"
@@ -38,16 +53,15 @@ class Recording:
         spans: what the kernel table counts.
         kernels: totals, longest first.
         steps: how many steps the recording says it holds; 1 if it says nothing.
-        communication: as :func:`bench_harness.traces.step.of_rank` says it; empty where the
-            recording holds no times.
+        communication: as :func:`bench_harness.traces.step.of_rank` says it, and ``window_ms``.
     """
 
     name: str
     tool: str
     spans: str
     kernels: list[KernelTotal]
-    steps: int = 1
-    communication: Row = field(default_factory=dict)
+    steps: int
+    communication: Row
 
 
 def load(path: Path) -> list[Recording]:
@@ -103,8 +117,7 @@ def _nsight(path: Path, name: str) -> list[Recording]:
 
 
 def _json(path: Path) -> list[Recording]:
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        content = json.load(file)
+    content = kineto.content(path)
     events = content.get("traceEvents") if isinstance(content, Mapping) else None
     if not isinstance(events, list):
         raise ValueError(f"FILE must be {_READ}, but got {path}, which is other JSON. Correct it.")
@@ -144,74 +157,60 @@ def _timed(trace: Trace, name: str, tool: str) -> Recording:
     )
 
 
-def tables(recordings: Sequence[Recording], *, most: int = 15) -> dict[str, list[Row]]:
-    """Tables by title: time per recording, work by kind, the longest kernels, late gathers.
+def tables(recordings: Sequence[Recording], *, most: int = 15) -> list[Table]:
+    """Time per recording, work by kind, the longest kernels, late gathers.
 
     Args:
         most: how many kernels of each recording are listed.
     """
-    timed = [each for each in recordings if each.communication]
-    made: dict[str, list[Row]] = {"Time": [_time(each) for each in timed]}
-    made["Work"] = [
-        {
-            "recording": each.name,
-            **{
-                f"{work} (%)": round(100 * sum(k.share for k in each.kernels if k.kind == work), 1)
-                for work in ("matmul", "fused attention", "communication", "other")
-            },
-            "kernels (count)": sum(kernel.count for kernel in each.kernels),
-        }
-        for each in recordings
-    ]
-    made["Longest kernels"] = [
-        {
-            "recording": each.name,
-            "kernel": kernel.name,
-            "work": kernel.kind,
-            "runs (count)": kernel.count,
-            "total (ms)": round(kernel.total_ns / 1e6, 6),
-            "share (%)": round(100 * kernel.share, 1),
-        }
+    import pandas as pd
+
+    every = pd.DataFrame(_summary(each) for each in recordings)
+    kernels = pd.DataFrame(
+        {"recording": each.name, "kernel": kernel.name, "work": kernel.kind, "count": kernel.count}
+        | {"total_ms": kernel.total_ns / 1e6, "share": 100 * kernel.share}
         for each in recordings
         for kernel in each.kernels[:most]
+    )
+    time = "tool spans steps step_ms computing_ms communication_ms exposed_ms hidden idle_ms"
+    made = [
+        _COLUMNS.table("Time", every, f"recording {time}"),
+        _COLUMNS.table("Work", every, f"recording {' '.join(_WORK)} kernels"),
+        _COLUMNS.table("Longest kernels", kernels, "recording kernel work count total_ms share"),
     ]
-    gathered = [each for each in timed if "gathers" in each.communication]
-    made["Gathers"] = [
-        {
-            "recording": each.name,
-            "gathers (count)": each.communication["gathers"],
-            "late (count)": each.communication["late_gathers"],
-            "computation waited (ms)": round(each.communication["late_ms"], 6),
-        }
-        for each in gathered
-    ]
-    made["Latest gathers"] = [
-        {
-            "recording": each.name,
-            "gather (number)": late["number"],
-            "unit": late["unit"],
-            "gather itself (ms)": late["gather_ms"],
-            "late by (ms)": round(late["late_ms"], 6),
-        }
-        for each in gathered
-        for late in each.communication["latest_gathers"]
-    ]
-    return {title: rows for title, rows in made.items() if rows}
+    if "gathers" in every:
+        gathered = every[every["gathers"].notna()]
+        latest = row_tables.entries(gathered, "latest_gathers", "recording")
+        made += [
+            _COLUMNS.table("Gathers", gathered, "recording gathers late_gathers late_ms"),
+            _COLUMNS.table(
+                "Latest gathers",
+                latest,
+                "recording number unit gather_ms late_ms",
+                headings={"late_ms": "late by (ms)"},
+            ),
+        ]
+    return [table for table in made if len(table.frame)]
 
 
-def _time(recording: Recording) -> Row:
+def _summary(recording: Recording) -> Row:
+    """What a recording says of one of its steps, on average, and of its gathers."""
     found, steps = recording.communication, recording.steps
     computing = found["window_ms"] - found["exposed_ms"] - found["idle_ms"]
+    times = {name: found[name] for name in ("communication_ms", "exposed_ms", "idle_ms")}
+    times |= {"step_ms": found["window_ms"], "computing_ms": computing}
     ratio = found["overlap_ratio"]
     return {
+        **{name: found[name] for name in _GATHERS if name in found},
+        **{name: time / steps for name, time in times.items()},
+        **{
+            key: 100 * sum(kernel.share for kernel in recording.kernels if kernel.kind == work)
+            for key, work in _WORK.items()
+        },
         "recording": recording.name,
         "tool": recording.tool,
         "spans": recording.spans,
-        "steps (count)": steps,
-        "per step (ms)": round(found["window_ms"] / steps, 6),
-        "computing (ms)": round(computing / steps, 6),
-        "communication (ms)": round(found["communication_ms"] / steps, 6),
-        "exposed (ms)": round(found["exposed_ms"] / steps, 6),
-        "hidden (%)": None if ratio is None else round(100 * ratio, 1),
-        "idle (ms)": round(found["idle_ms"] / steps, 6),
+        "steps": steps,
+        "hidden": None if ratio is None else 100 * ratio,
+        "kernels": sum(kernel.count for kernel in recording.kernels),
     }

@@ -8,16 +8,11 @@ are the operators' own times.
 
 from __future__ import annotations
 
-import textwrap
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from bench_harness.traces.intervals import Interval, clip, total
 from bench_harness.traces.trace import Event, Trace, kind
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PRODUCTS, ATTENTION, OPTIMIZER = "matrix products", "attention", "optimizer"
 LOSS, ELEMENTWISE, COPIES = "loss", "norms and elementwise", "copies"
@@ -91,33 +86,3 @@ def _part(name: str, host: Event | None, ranges: Sequence[tuple[Event, str]]) ->
     if by_name is not None:
         return by_name
     return next((part for part in (ATTENTION, LOSS) if part in inside), ELEMENTWISE)
-
-
-def draw(waterfalls: Mapping[str, Mapping[str, float]]) -> Figure:
-    """One bar per variant, from left to right its parts.
-
-    Args:
-        waterfalls: variant → :func:`waterfall`.
-    """
-    from bench_harness.display.plots import COLOURS, new_figure
-
-    figure, axes = new_figure(width=9, height=1.3 + 0.6 * len(waterfalls))
-    plot = axes[0, 0]
-    colours = dict(zip(PARTS, (*COLOURS, "#bbbbbb"), strict=True))
-    for y, (variant, parts) in enumerate(waterfalls.items()):
-        left = 0.0
-        for part in PARTS:
-            width = parts[part]
-            plot.barh(y, width, 0.42, left=left, color=colours[part], label=None if y else part)
-            left += width
-        label = plot.annotate(
-            textwrap.fill(variant, 110), (0, y - 0.25), (2, 0), textcoords="offset points",
-            va="bottom", fontsize="small",
-        )  # fmt: skip
-        label.set_in_layout(False)  # a long one must not narrow the bars
-    plot.set_ylim(len(waterfalls) - 0.6, -0.8)
-    plot.set_yticks([])
-    plot.set_xlim(left=0)
-    plot.set_xlabel("one profiled step (ms)")
-    figure.legend(loc="outside upper center", ncols=4)
-    return figure

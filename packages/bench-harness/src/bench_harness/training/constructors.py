@@ -5,31 +5,23 @@ constructor's own signature. Where this package has to do more than to call it, 
 :mod:`bench_harness.training.wrappers` or :mod:`bench_harness.training.optimizers` calls it, and
 the arguments of that function come on top: ``**arguments`` are passed on.
 
-Signatures are read in a process that imports torch, and kept in a file of the user's cache folder
-until another version is installed or a source changes. So a preset and a command line are checked
-without torch.
+Signatures are read where a variant has arguments, in a process of their own unless this one has
+imported torch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import importlib.metadata
-import importlib.util
 import inspect
-import json
 import operator
-import os
-import subprocess
 import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
+from bench_harness import process
 from bench_harness.convert import converted
 from bench_harness.workload import imported
 
@@ -226,91 +218,26 @@ Signature = dict[str, Argument]
 
 
 def signature(name: str) -> Signature:
-    """The arguments of a short name; without importing torch where they are known.
+    """The arguments of a short name.
 
     Raises:
-        ValueError: the constructor cannot be imported.
+        ValueError: a constructor cannot be imported.
     """
     return _signatures()[name]
 
 
 @functools.cache
 def _signatures() -> dict[str, Signature]:
-    if "torch" in sys.modules:
-        found = every()
-    else:
-        file = _cache()
-        known = _read(file)
-        if known is None:
-            known = _asked()
-            with contextlib.suppress(OSError):  # asked again the next time
-                file.parent.mkdir(parents=True, exist_ok=True)
-                beside = file.with_suffix(f".{os.getpid()}")
-                beside.write_text(json.dumps(known), encoding="utf-8")
-                beside.replace(file)
-        found = known
+    found = every() if "torch" in sys.modules else process.asked(every, timeout_s=_LIMIT_S)
     return {
         name: {key: Argument(default, tuple(kinds)) for key, (default, kinds) in each.items()}
         for name, each in found.items()
     }
 
 
-def every() -> dict[str, dict[str, tuple[Any, list[str]]]]:
+def every(progress: process.Progress | None = None) -> dict[str, dict[str, tuple[Any, list[str]]]]:
     """Default and kinds of every argument of every short name, as JSON; imports torch."""
     return {name: _arguments(known) for name, known in _EVERY.items()}
-
-
-def _asked() -> Any:
-    """The signatures, read by a program of its own: this one never imports torch."""
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        f"import json, {__name__} as c; print(json.dumps(c.every()))",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    if done.returncode:
-        cause = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ValueError(
-            f"wrappers and optimizers must be importable, but got an error: {cause}. Install their "
-            "packages."
-        )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _read(file: Path) -> Any:
-    """The signatures in a file; None if it is missing or damaged."""
-    try:
-        known = json.loads(file.read_text(encoding="utf-8"))
-        complete = known.keys() == _EVERY.keys()
-    except (OSError, ValueError, AttributeError):
-        return None
-    return known if complete else None
-
-
-def _cache() -> Path:
-    """The file of signatures for what is installed, in the user's folder for caches."""
-    packages = {
-        target.partition(".")[0].partition(":")[0]
-        for known in _EVERY.values()
-        for target in (known.target, known.through)
-        if target
-    }
-    state = " ".join(f"{name} {_state(name)}" for name in sorted(packages))
-    key = hashlib.sha256(f"{sys.version} {state}".encode()).hexdigest()[:16]
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "bench-harness" / f"signatures-{key}.json"
-
-
-def _state(package: str) -> str:
-    """The version of a package; of one that is edited in place, the time of its newest source."""
-    version = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version(package.replace("_", "-"))
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None or "site-packages" in spec.origin:
-        return version
-    return f"{version} {max(f.stat().st_mtime_ns for f in Path(spec.origin).parent.rglob('*.py'))}"
 
 
 def _arguments(known: Constructor) -> dict[str, tuple[Any, list[str]]]:
@@ -392,6 +319,8 @@ def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor
         )
     if given["name"] == known[name].target:
         given = {**dict(known[name].of_class), **given}
+    if given.keys() == {"name"}:
+        return Call(name)
     takes = signature(name)
     refuse_unknown({key: value for key, value in given.items() if key != "name"}, takes, name)
     values = {

@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
-from bench_harness import rounds
 from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.distributed import on_rank_0, sweep
+from bench_harness.distributed import on_rank_0, slowest_of, slowest_rank, sweep
 from bench_harness.flops import step_work, training_flops
 from bench_harness.roofline import ceilings, step_bytes
 from bench_harness.timing import Enough, gpu_now, synchronize
+from bench_harness.traces import kineto
+from bench_harness.traces.step import of_rank, over_ranks
+from bench_harness.traces.trace import phase
 from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
 from bench_harness.training.constructors import Call, resolved
-from bench_harness.training.merge import merged
 from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
 
 STEP = "step"
@@ -71,7 +72,6 @@ def measure_rank(
             if round_number == 0:
                 _compare_losses(variants, rows)
             round_number += 1
-            _hand_over(rows, round_number, config, Path(folder))
             if round_number == config["rounds"]:
                 enough = Enough(config)
     rows[0] |= link
@@ -87,6 +87,31 @@ def measure_rank(
                 sequence = config["sequence"]
                 row["ran"] = ran_in_model(variant.attention, row, sequence, dtype, device)
     return rows
+
+
+def merged(ranks: list[Row]) -> Row:
+    """One variant's row from those of all ranks: times of the slowest, memory of the fullest."""
+    row = slowest_rank(ranks)
+    if not row["samples_ms"]:  # skipped, or it did not agree
+        return {name: value for name, value in row.items() if value not in ([], None)}
+    for name in ("peak_gib", "device_allocations", "compilations"):
+        if name in row:
+            row[name] = max(rank[name] for rank in ranks)
+    moments_of_ranks = zip(*(rank["memory"] for rank in ranks), strict=True)
+    row["memory"] = [
+        {
+            name: max(rank[name] for rank in moment) if isinstance(value, int) else value
+            for name, value in moment[0].items()
+        }
+        for moment in moments_of_ranks
+    ]
+    if "all_reduce" in row:
+        sweeps = zip(*(rank["all_reduce"]["samples_ms"] for rank in ranks), strict=True)
+        samples_ms = [slowest_of(list(size)) for size in sweeps]
+        row["all_reduce"] = {**row["all_reduce"], "samples_ms": samples_ms}
+    if "communication_ms" in row:
+        row |= over_ranks(ranks)
+    return row
 
 
 def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
@@ -216,15 +241,6 @@ def _one_round(
                 row |= _profile(steps, path)
 
 
-def _hand_over(rows: list[Row], finished: int, config: Mapping[str, Any], folder: Path) -> None:
-    """Keeps the rows of the finished rounds, once, in case this one is stopped."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, rows)
-    if dist.get_rank() == 0:
-        whole = [merged(list(each)) for each in zip(*ranks, strict=True)]
-        rounds.hand_over(folder, whole, finished=finished, asked=config["rounds"])
-
-
 def facts(steps: Training) -> Row:
     """Shape, parameters and operations of the model and its batch."""
     shape = steps.workload.model_config
@@ -331,10 +347,6 @@ def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
 
 def _profile(steps: Training, path: Path) -> Row:
     """Communication of one profiled step by interval arithmetic."""
-    from bench_harness.traces import kineto
-    from bench_harness.traces.step import of_rank
-    from bench_harness.traces.trace import phase
-
     device = steps.workload.device
     with kineto.recording(path, device):
         dist.barrier()

@@ -331,12 +331,13 @@ def _with_own_arguments(variant: Mapping[str, Any]) -> Table:
     if not isinstance(wrapper, Mapping) or not isinstance(wrapper.get("name"), str):
         return table  # told by _call
     name = short(wrapper["name"], WRAPPERS)
-    imported = name not in WRAPPERS and ":" in name
-    takes = signature(name) if name in WRAPPERS else {}
-    others = ("wrapper", "optimizer", *SHARED)
-    own = {key: table[key] for key in table if key not in others and (imported or key in takes)}
-    rest = {key: value for key, value in table.items() if key not in own}
-    return {**rest, "wrapper": {**wrapper, **own}} if own else table
+    others = [key for key in table if key not in ("wrapper", "optimizer", *SHARED)]
+    if name in WRAPPERS and others:
+        others = [key for key in others if key in signature(name)]
+    elif ":" not in name:
+        others = []
+    own = {key: table.pop(key) for key in others}
+    return {**table, "wrapper": {**wrapper, **own}} if own else table
 
 
 def _call(role: Literal["wrapper", "optimizer"], given: Any) -> Call:
