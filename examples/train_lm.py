@@ -3,6 +3,7 @@
     python examples/train_lm.py
     torchrun --nproc-per-node 2 examples/train_lm.py --data my.txt --checkpoint-dir runs/my
     torchrun --nproc-per-node 2 examples/train_lm.py --preset fast --size xl --context 2048
+    torchrun --nproc-per-node 4 examples/train_lm.py --context 8192 --context-parallel 4
 
 The model is ``basics_model``'s, its attention ``flashattn_triton``'s. The ranks hold replicas,
 whose gradients a wrapper of ``ddp_lite`` averages, or shards, which ``shard_optim`` makes.
@@ -24,6 +25,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 from train_checkpoints import CheckpointWriter, check_export, export, open_checkpoints
+from train_context import Context
 from train_memory import check_memory
 from train_metrics import (
     JsonLines,
@@ -62,6 +64,7 @@ from basics_model import (
 from basics_model.checkpoint import restore_rng_state
 from basics_model.sizes import model_flops
 from ddp_lite import PeerFailureError
+from flashattn_triton.context_parallel import RankLostError
 from shard_optim import CollectiveError
 
 T = TypeVar("T")
@@ -206,7 +209,8 @@ class Inputs:
             find_logger(settings.logger)
         tokens = read_tokens(settings)
         training, held_out = split_tokens(tokens, settings)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.context = Context(settings, device)
+        rank, world_size = self.context.data_rank, self.context.data_size
         self.training = TokenDataset(
             training, settings.context, seed=settings.seed, rank=rank, world_size=world_size
         )
@@ -251,9 +255,11 @@ class Trainer:
             torch.cuda.set_stream(torch.cuda.Stream())
         torch.manual_seed(settings.seed)
         checkpoint_blocks, keep_attention = recomputation(settings.recompute)
+        shared = settings.context_parallel > 1
+        inputs.context.join()
         model = TransformerLM(
             inputs.config,
-            attention=inputs.attention,
+            attention=inputs.context.attention if shared else inputs.attention,
             checkpoint_blocks=checkpoint_blocks,
             keep_attention=keep_attention,
             device=device,
@@ -422,8 +428,9 @@ class Trainer:
     def loss(self, model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross-entropy of a batch (batch, context), in nats per byte."""
         bf16 = self.inputs.dtype is torch.bfloat16
+        inputs, targets, positions = self.inputs.context.own(inputs, targets)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            loss: Tensor = model(inputs, targets)
+            loss: Tensor = model(inputs, targets, positions)
         return loss
 
     @torch.no_grad()
@@ -434,10 +441,11 @@ class Trainer:
         )
         limited = list(itertools.islice(batches, self.settings.validation_batches))
         total, count = torch.zeros((), device=self.device), 0
-        for start in range(0, len(limited), dist.get_world_size()):
+        context = self.inputs.context
+        for start in range(0, len(limited), context.data_size):
             # Ranks with sharded parameters make equally many forward passes; a rank without a batch
             # of its own repeats the last one, which does not count.
-            own = start + dist.get_rank()
+            own = start + context.data_rank
             inputs, targets = limited[min(own, len(limited) - 1)]
             loss = self.loss(self.model, inputs, targets)
             if own < len(limited):
@@ -489,7 +497,8 @@ class Trainer:
         """The prompt and its continuation."""
         settings = self.settings
         prompt = encode_bytes(settings.prompt).to(self.device)
-        with torch.compiler.set_stance("force_eager"):  # every new token is a new length
+        eager = torch.compiler.set_stance("force_eager")  # every new token is a new length
+        with eager, self.inputs.context.whole_sequences():
             tokens = generate(
                 cast(TransformerLM, self.model),
                 prompt[None],
@@ -565,6 +574,7 @@ def main(settings: Settings, given: Collection[str]) -> None:
         LostRankError,
         PeerFailureError,
         CollectiveError,
+        RankLostError,
     ) as error:  # on each rank left
         typer.echo(f"train_lm.py: {' '.join(str(error).split())}; {CONTINUE}", err=True)
         raise typer.Exit(1) from None

@@ -140,7 +140,7 @@ def predict(settings: Settings, config: ModelConfig, world_size: int) -> Predict
     activations = activation_memory(
         config,
         batch=settings.batch_size,
-        seq=config.context_length,
+        seq=config.context_length // settings.context_parallel,
         itemsize=itemsize,
         checkpoint_blocks=checkpoint_blocks,
         keep_attention=keep_attention,

@@ -175,6 +175,15 @@ class Settings:
     bucket_size_mb: Annotated[
         float, option("Size of a bucket (bucketed only).", "Parallelism", min=0.0)
     ] = 25.0
+    context_parallel: Annotated[
+        int,
+        option(
+            "Ranks that share each sequence, for contexts too long for one. --batch-size is then "
+            "that of these ranks together.",
+            "Parallelism",
+            min=1,
+        ),
+    ] = 1
     sharded: Annotated[
         bool, option("Spread the optimizer's state over the ranks (replicas only).", "Parallelism")
     ] = True

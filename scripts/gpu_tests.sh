@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
-# which share all GPUs; then tests whose ranks need several GPUs, a few at a time.
+# which share all GPUs; then tests whose ranks need several GPUs, 3 processes for each GPU.
 #   bash scripts/gpu_tests.sh [one|several] [-n PROCESSES] [-x] [-k NAME] [PATH ...]
 # "one" or "several" runs that part alone, where a machine is lent for minutes.
 # -n says how many processes the first part has; without it, 13 for each GPU, at most one a core.
@@ -54,8 +54,8 @@ else
     empty=$((empty + 1))
 fi
 if [[ $parts == *several* && $devices -gt 1 ]]; then
-    echo "tests of several GPUs: 6 processes, whose ranks share $devices devices"
-    part -m multi_gpu -n 6 "$@"
+    echo "tests of several GPUs: $((3 * devices)) processes, whose ranks share $devices devices"
+    part -m multi_gpu -n "$((3 * devices))" "$@"
 else
     echo "tests of several GPUs: left out"
     empty=$((empty + 1))

@@ -2,6 +2,7 @@
 
     python -m scripts.screenshots FOLDER                     # the first pages that a newcomer opens
     python -m scripts.screenshots FOLDER results/index.html  # these
+    python -m scripts.screenshots FOLDER all                 # every page, which takes long
 
 It builds the site into FOLDER/site and writes FOLDER/PAGE-WIDTH-SCHEME.png, for widths of 1280 and
 390 pixels and both colour schemes. It needs Chromium and the dependency group docs.
@@ -52,6 +53,8 @@ def main(arguments: list[str]) -> None:
     site = folder / "site"
     build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
     subprocess.run([*build, "--site-dir", str(site.absolute())], cwd=ROOT, check=True)
+    if pages == [Path("all")]:
+        pages = sorted(page.relative_to(site) for page in site.rglob("*.html"))
     for page in pages or map(Path, PAGES):
         for width in WIDTHS:
             for scheme, options in SCHEMES.items():

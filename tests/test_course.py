@@ -50,7 +50,7 @@ def test_rows_are_published_and_named_on_the_page(part: Part) -> None:
     page = part.file.read_text(encoding="utf-8")
     for name in part.rows:
         assert (RESULTS / name).is_file()
-        assert name in page or part.form == "code"
+        assert f"/{name})" in page or part.form == "code"
     assert part.rows or part.problem.endswith(("calcs", "_reduce")) or part.editions == (2026,)
 
 
@@ -61,10 +61,9 @@ def test_the_table_is_the_generated_one() -> None:
 def test_every_answer_of_a_page_is_asked() -> None:
     """No page has an answer that the list of questions does not have."""
     for page in [*PAGES.glob("*.md"), *PAGES.glob("2026/*.md")]:
-        shown = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         name = page.relative_to(PAGES).with_suffix("").as_posix()
         asked = [part for part in PARTS if part.page == name]
-        assert shown.count("> **Answer.**") == len(asked), page
+        assert page.read_text(encoding="utf-8").count("> **Answer.**") == len(asked), page
 
 
 @pytest.mark.nightly
@@ -84,7 +83,7 @@ def test_sentences_are_counted() -> None:
     quote = "> **Answer.** It takes 1.5 ms (95 %). Is it? Yes.\n>\n> | a |\n"
     text = f"## (a) Ask\n\nAsked for: x.\n\n{quote}"
     part = Part(problem="p", ask="Ask", editions=(2025,), page="p", command="", label="a")
-    found = answer(part, f"<!-- {text} -->\n{text}\n## (b) Next\n\n> **Answer.** Other.\n")
+    found = answer(part, f"{text}\n## (b) Next\n\n> **Answer.** Other.\n")
     assert found is not None
     assert (found.sentences, found.asked_for) == (3, "Asked for: x.")
     assert answer(part, "## (b) Ask\n") is None

@@ -49,11 +49,6 @@ def test_links_are_relative(package: Path, name: str) -> None:
 
 
 @of_each_package
-def test_recipes_of_tables_stand_beside_the_page(package: Path) -> None:
-    assert "<!-- bench-harness\n" not in (package / "README.md").read_text()
-
-
-@of_each_package
 def test_the_package_knows_its_version(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     module = importlib.import_module(package.name.replace("-", "_"))

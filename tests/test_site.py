@@ -90,55 +90,8 @@ def test_links_lead_somewhere(site: Path, documents: dict[Path, Document]) -> No
     assert not broken, "\n".join(broken)
 
 
-#: Says how wide the window and the content of a page are.
-PROBE = """<script>
-addEventListener("load", () =>
-    parent.postMessage([innerWidth, document.documentElement.scrollWidth].join(), "*"));
-</script>"""
-#: Shows a page at two widths, and collects what the probes say.
-FRAMES = """<body data-found=""><script>
-addEventListener("message", (event) => { document.body.dataset.found += event.data + " "; });
-</script>
-<iframe src="probed.html" style="width:1280px;height:900px;border:0"></iframe>
-<iframe src="probed.html" style="width:390px;height:900px;border:0"></iframe></body>"""
 # Where the browser itself looks for updates and the time.
 OWN_HOSTS = (".google.com", ".googleapis.com", ".gvt1.com")
-
-
-@pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "index.html",
-        "results/attention.html",
-        "packages/ddp-lite/index.html",
-        "tutorials/attention.html",
-    ],
-)
-def test_pages_fit_a_desk_and_a_phone_in_a_browser(name: str, site: Path, tmp_path: Path) -> None:
-    """No error on the console, no request to another host, nothing wider than the window."""
-    page = site / name
-    probed, frames = page.with_name("probed.html"), page.with_name("frames.html")
-    log = tmp_path / "net.json"
-    try:
-        probed.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
-        frames.write_text(FRAMES)
-        done = browser.run(
-            frames,
-            *("--dump-dom", "--virtual-time-budget=5000", "--enable-logging=stderr"),
-            *(f"--log-net-log={log}", "--host-resolver-rules=MAP * ~NOTFOUND"),
-        )
-    finally:
-        probed.unlink(missing_ok=True)
-        frames.unlink(missing_ok=True)
-    found = re.search(r'data-found="([^"]+)"', done.stdout)
-    assert found is not None, done.stdout[:500]
-    widths = sorted(tuple(map(int, pair.split(","))) for pair in found[1].split())
-    assert [window for window, _ in widths] == [390, 1280]
-    assert all(content <= window for window, content in widths), widths
-    assert "CONSOLE" not in done.stderr, done.stderr
-    asked = re.findall(r'"url":"(https?://([^/"]+)[^"]*)"', log.read_text(errors="replace"))
-    assert not [url for url, host in asked if not host.endswith(OWN_HOSTS)]
 
 
 #: Loads every page in both frames, and says how far content and tables reach beyond their room; of
@@ -177,22 +130,28 @@ const probe = ({contentDocument: page}) => [
 
 
 @pytest.mark.skipif(browser.find() is None, reason="needs Chromium on the PATH")
-def test_tables_fit_their_column_and_show_a_number_on_a_phone(
-    site: Path, documents: dict[Path, Document]
+def test_every_page_on_a_desk_and_a_phone_in_a_browser(
+    site: Path, documents: dict[Path, Document], tmp_path: Path
 ) -> None:
+    """Pages fit the window, tables their column; a phone shows a number of each table. There is no
+    error on the console, and no request to another host."""
     pages = sorted(path.relative_to(site).as_posix() for path in documents)
-    frames = site / "all-pages.html"
+    frames, log = site / "all-pages.html", tmp_path / "net.json"
     frames.write_text(ALL_PAGES.replace("PAGES", json.dumps(pages)))
     try:
         done = browser.run(
             frames,
             # A page may look into its frames, although each file is an origin of its own.
             *("--disable-web-security", "--allow-file-access-from-files", "--dump-dom"),
-            "--virtual-time-budget=600000",
+            *("--virtual-time-budget=600000", "--enable-logging=stderr"),
+            *(f"--log-net-log={log}", "--host-resolver-rules=MAP * ~NOTFOUND"),
             timeout_s=280,
         )
     finally:
         frames.unlink()
+    assert re.findall(".*CONSOLE.*", done.stderr) == []
+    asked = re.findall(r'"url":"(https?://([^/"]+)[^"]*)"', log.read_text(errors="replace"))
+    assert not [url for url, host in asked if not host.endswith(OWN_HOSTS)]
     found = re.search(r'data-found="([^"]+)"', done.stdout)
     assert found is not None, done.stdout[:500]
     probed = json.loads(html.unescape(found[1]))

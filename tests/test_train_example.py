@@ -232,6 +232,30 @@ def test_a_rank_that_is_killed_is_named_in_one_line(
         load_checkpoint(path)
 
 
+def test_sequences_over_ranks_are_learned_as_on_one(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    """A mesh of two by two ranks, in shards, continues a run of two ranks to the same weights."""
+    folders = [tmp_path / name for name in ("two", "four")]
+    common: dict[str, object] = {"data": text, "keep": 9, "recompute": "block-keep-attention"}
+    whole = examples.run(arguments(**common, checkpoint_dir=folders[0], wrapper="stage-3"), 2)
+    assert whole[0] == 0, whole[2]
+    folders[1].mkdir()
+    shutil.copy(folders[0] / "step-000000020.pt", folders[1])
+    options = {"wrapper": "stage-3", "context_parallel": 2}
+    spread = examples.run(arguments(**common, **options, checkpoint_dir=folders[1]), 4)
+    assert spread[0] == 0, spread[2]
+    assert "continuing from step 20" in spread[1]
+    found = [
+        re.findall(r"step 40: validation loss ([\d.]+)", output) for _, output, _ in (whole, spread)
+    ]
+    assert float(found[0][0]) == pytest.approx(float(found[1][0]), abs=2e-3)
+    one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in folders)
+    assert one.step == two.step == 40
+    for name, value in one.model.items():
+        np.testing.assert_allclose(value, two.model[name], rtol=0, atol=1e-3, err_msg=name)
+
+
 def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     examples: Examples, text: Path, tmp_path: Path
 ) -> None:
@@ -434,6 +458,8 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         "got 'huge'": {"size": "huge"},
         "num_heads must divide d_model": {"num_heads": 5},
         "--logger must be MODULE:FUNCTION of an installed module": {"logger": "no_such:init"},
+        "--context-parallel must divide the number of ranks, 1, and half of --context, 16, but got "
+        "2": {"context_parallel": 2},
     }
     common = {"data": text, "checkpoint_dir": folder}
     refused = (

@@ -1,7 +1,6 @@
 """The fast preset of examples/train_lm.py on CPUs: what it shares, predicts, and leaves behind."""
 
 import importlib
-import json
 import re
 import resource
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.pages.rows import read
 from torch.utils.flop_counter import FlopCounterMode
 from train_checkpoints import checkpoint_path, list_checkpoints
 
@@ -124,7 +124,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     ("rows", "options"),
     [
         ("fastest-step-8b.jsonl", {"wrapper": "stage-3", "recompute": "block-keep-attention"}),
-        ("fastest-step.jsonl", {"wrapper": "stage-3-kept", "cuda_graph": True}),
+        ("fastest-step.jsonl.gz", {"wrapper": "stage-3-kept", "cuda_graph": True}),
     ],
 )
 def test_predicted_memory_bounds_the_published_peaks(
@@ -135,29 +135,26 @@ def test_predicted_memory_bounds_the_published_peaks(
     documentation = EXAMPLES.parent / "docs"
     page = (documentation / "explanations" / "fastest-step.md").read_text()
     shown = 0
-    for line in (documentation / "results" / rows).read_text().splitlines():
-        case = json.loads(line)
-        config = case["config"]
-        for row in case["rows"]:
-            wrapper = row["settings"]["wrapper"]
-            if wrapper["name"] != "fully-sharded":
-                continue
-            chosen = settings(
-                device="cuda",
-                precision="bf16",
-                compile=True,
-                fused=True,
-                size=config["size"],
-                vocab_size=config["vocab_size"],
-                batch_size=config["batch"],
-                context=config["sequence"],
-                communication=wrapper.get("communication", "nccl"),
-                **options,
-            )
-            predicted = memory.predict(chosen, chosen.model_config(), config["world_size"])
-            ratio = predicted.total / 2**30 / row["peak_gib"]
-            assert 1.0 <= ratio <= 1.2, (case["label"], row["variant"], ratio)
-            shown += f" | {predicted.total / 2**30:.2f} | " in page
+    for row in read(documentation / "results" / rows):
+        config, wrapper = row["config"], row["settings"]["wrapper"]
+        if wrapper["name"] != "fully-sharded":
+            continue
+        chosen = settings(
+            device="cuda",
+            precision="bf16",
+            compile=True,
+            fused=True,
+            size=config["size"],
+            vocab_size=config["vocab_size"],
+            batch_size=config["batch"],
+            context=config["sequence"],
+            communication=wrapper.get("communication", "nccl"),
+            **options,
+        )
+        predicted = memory.predict(chosen, chosen.model_config(), config["world_size"])
+        ratio = predicted.total / 2**30 / row["peak_gib"]
+        assert 1.0 <= ratio <= 1.2, (row["label"], row["variant"], ratio)
+        shown += f" | {predicted.total / 2**30:.2f} | " in page
     assert shown
 
 

@@ -463,9 +463,13 @@ class Machine:
             counter.memory[counter.offsets] += WARP_GROUP // 32
             self.grid.signalled()
 
-    def load(self, pointer: Pointer) -> Integer:
-        """Of one integer."""
-        return Integer(pointer.memory[pointer.offsets])
+    def load(self, pointers: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Any:
+        """Of one integer, or of a tensor's elements where the mask is."""
+        if mask is None:
+            return Integer(pointers.memory[pointers.offsets])
+        found = np.full(mask.shape, other)
+        found[mask.value] = pointers.memory[pointers.offsets[mask.value]]
+        return Tensor(found)
 
     def store(self, pointers: Pointer, x: Tensor, mask: Tensor) -> None:
         pointers.memory[pointers.offsets[mask.value]] = x.value[mask.value]

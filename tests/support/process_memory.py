@@ -67,7 +67,3 @@ class ProcessMemory:
 
     def follow(self, start: torch.cuda.Event) -> None:
         """Does nothing: there is no stream."""
-
-    def queued(self, event: torch.cuda.Event | None) -> None:
-        """Everything has been carried out already."""
-        assert event is None

@@ -72,10 +72,6 @@ class ThreadMemory:
         signals[self._rank - 1].release()
         assert signals[self._rank].acquire(timeout=SECONDS)
 
-    def queued(self, event: object) -> None:
-        """See ``SharedMemory``."""
-        assert event is None
-
 
 def on_threads(
     world_size: int, work: Callable[[ThreadMemory, int], Any], row_bytes: int = 1024

@@ -102,7 +102,7 @@ def text(model: TransformerLM) -> str:
 
 
 def parts(query: Tensor, device: torch.device) -> Tensor:
-    cos, sin = rotary_tables(16, 8, 10_000.0, device)
+    cos, sin = rotary_tables(torch.arange(16, device=device), 8, 10_000.0)
     turned: Tensor = apply_rotary(query, cos, sin)
     out: Tensor = softmax_attention(turned, query, query)
     out = out + basics_model.sdpa_attention(query, query, query)

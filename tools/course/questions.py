@@ -19,8 +19,6 @@ _FILE = Path(__file__).with_name("questions.toml")
 
 _HEADING = re.compile(r"^##+ (?:`(?P<problem>\w+)` )?(?:\((?P<label>[a-f])\) )?(?P<ask>.+)$")
 _ANSWER = "> **Answer.**"
-#: Templates of rendered blocks.
-_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 #: The end of a sentence: answers have no abbreviations with full stops.
 _END = re.compile(r"(?<=[.?!])[)*]*\s+(?=\S)")
 
@@ -133,7 +131,7 @@ class Answer:
 
 def answer(part: Part, page: str) -> Answer | None:
     """The answer to a part in the text of its page; None if the page has none."""
-    lines = _COMMENT.sub("", page).splitlines()
+    lines = page.splitlines()
     try:
         start = lines.index(heading(part)) + 1
     except ValueError:

@@ -26,8 +26,6 @@ The file holds sources, which all of its blocks may show, and the blocks. Paths 
 :mod:`tools.pages.variant_names` makes, with the whole label in a small second line unless it says
 the same; ``settings = false`` leaves it out. ``interval = ["median (ms)", "95 % low (ms)",
 "95 % high (ms)"]`` writes the last two behind the first, in brackets.
-A recipe may also stand in the comment itself, ``<!-- bench-harness``, then TOML without
-``block.NAME``, and ``-->``; its sources can be shown by all blocks below it.
 
 ``cases`` are parts of labels; one that is the whole label of a case names only that case. A source
 without ``experiment`` shows the rows themselves, with ``where`` on their own names:
@@ -38,15 +36,15 @@ by dots where it is nested, and may divide it; ``by`` groups rows and shows medi
 Instead of a table a block may hold ``text``, a template whose numbers come from sources, so that a
 sentence cannot drift from the rows::
 
+    [block.cost]
     text = "Naive takes {{ naive | figure }} ms, {{ (naive / none) | figure(2) }} times as long."
-    [value]
+    [block.cost.value]
     naive = ["steps", "median (ms)", { variant = "NaiveDDP" }]
     none = ["steps", "median (ms)", { variant = "no communication" }]
 
-or a picture, ``[figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it is to
-show some of them, by their short names; or ``measured = ["steps"]``,
-which lists hardware, versions and commits, or ``versions``, the table of
-:mod:`tools.pages.versions`.
+or a picture, ``[block.NAME.figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it
+is to show some of them, by their short names; or ``measured = ["steps"]``, which lists hardware,
+versions and commits, or ``versions``, the table of :mod:`tools.pages.versions`.
 """
 
 from __future__ import annotations
@@ -74,19 +72,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _BLOCK = re.compile(
-    r"(?P<open><!-- bench-harness(?:: (?P<file>[^\s#]+)#(?P<name>[\w-]+) |\n(?P<toml>.*?)\n?)-->\n)"
+    r"(?P<open><!-- bench-harness: (?P<file>[^\s#]+)#(?P<name>[\w-]+) -->\n)"
     r"(?P<body>.*?)(?P<close><!-- /bench-harness -->)",
     re.DOTALL,
 )
 _CLOSING = "<!-- /bench-harness -->"
-_OPENING = re.compile(r"<!-- bench-harness(?=: |\n)")
+_OPENING = re.compile(r"<!-- bench-harness\b")
 #: Code that a page shows; a block in it is an example.
 _FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re.MULTILINE)
 #: What a cell may hold although Markdown means something by it, while cells are escaped.
 _UNESCAPED = str.maketrans(
     {"\ue000": "[", "\ue001": "]", "\ue002": "<br><small>", "\ue003": "</small>"}
 )
-_KEYS = ("source", "show", "text", "value", "figure", "measured", "versions")
+_KEYS = ("show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
@@ -112,26 +110,37 @@ class Rendered:
 class _Source:
     """Rows, and the table that is made from them."""
 
+    files: list[Path]
     rows: list[Row]
     experiment: str | None
     frame: pd.DataFrame
 
 
 @dataclass
-class _Page:
-    """What the blocks of one file share.
+class _Recipes:
+    """The recipes of one file, and what all files of a page share.
 
     Attributes:
-        folder: paths in recipes are relative to it.
+        folder: of the file; paths in it are relative to it.
         links_from: folder of the Markdown file, which links to pictures.
-        blocks: by name; those of a file of recipes.
+        blocks: by name.
+        given: sources by name, as the file has them; each is read when a block shows it.
+        page: the page's recipes, pictures, read rows and tables.
     """
 
     folder: Path
     links_from: Path
-    blocks: dict[str, Any] = field(default_factory=dict)
+    blocks: Mapping[str, Any]
+    given: Mapping[str, Any]
+    page: _Page
     sources: dict[str, _Source] = field(default_factory=dict)
-    recipes: dict[Path, _Page] = field(default_factory=dict)
+
+
+@dataclass
+class _Page:
+    """What the blocks of one Markdown file share."""
+
+    recipes: dict[Path, _Recipes] = field(default_factory=dict)
     pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
     read: dict[Path, list[Row]] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
@@ -149,7 +158,7 @@ def render(file: Path) -> Rendered:
         OSError: the file cannot be read.
     """
     text = file.read_text(encoding="utf-8")
-    page = _Page(file.parent, file.parent)
+    page = _Page()
     problems: list[str] = []
 
     fenced = [match.span() for match in _FENCED.finditer(text)]
@@ -157,34 +166,36 @@ def render(file: Path) -> Rendered:
     def shown_as_code(match: re.Match[str]) -> bool:
         return any(start < match.start() < end for start, end in fenced)
 
+    def at(position: int) -> str:
+        return f"{file}:{text.count(chr(10), 0, position) + 1}"
+
     def filled(match: re.Match[str]) -> str:
         if shown_as_code(match):
             return match[0]
-        line = text.count("\n", 0, match.start()) + 1
         try:
-            body = _body(*_recipe(match, page))
+            body = _body(*_recipe(file.parent, match, page))
         except ValueError as error:
-            problems.append(f"{file}:{line}: {error}")
+            problems.append(f"{at(match.start())}: {error}")
             return match[0]
         return match["open"] + body + match["close"]
 
     opened = [match.start() for match in _OPENING.finditer(text) if not shown_as_code(match)]
     for start, end in itertools.pairwise([*opened, len(text)]):
         if _CLOSING not in text[start:end]:
+            problems.append(f"{at(start)}: a block must end with {_CLOSING}, but got none. Add it.")
+        elif _BLOCK.match(text, start) is None:
             problems.append(
-                f"{file}:{text.count(chr(10), 0, start) + 1}: a block must end with {_CLOSING}, "
-                "but got none. Add it."
+                f"{at(start)}: a block must begin with <!-- bench-harness: FILE.toml#BLOCK -->, "
+                f"but got {text[start:end].partition(chr(10))[0]}. Write the recipe into a file."
             )
     if problems:
         return Rendered(text=text, pictures={}, problems=problems)
     return Rendered(text=_BLOCK.sub(filled, text), pictures=page.pictures, problems=problems)
 
 
-def _recipe(match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Page]:
-    """A block's recipe, and the page or file of recipes that it belongs to."""
-    if match["toml"] is not None:
-        return _parsed(match["toml"], "a block"), page
-    file, name = page.folder / match["file"], match["name"]
+def _recipe(folder: Path, match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Recipes]:
+    """A block's recipe, and the file that holds it."""
+    file, name = folder / match["file"], match["name"]
     if file not in page.recipes:
         try:
             text = file.read_text(encoding="utf-8")
@@ -193,19 +204,20 @@ def _recipe(match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Page
                 f"recipes must be a readable file, but got {file} ({error.strerror}). Correct the "
                 "mark."
             ) from None
-        given = _parsed(text, f"{file.name}")
-        _check_keys(given, _RECIPES, f"{file.name}")
-        recipes = _Page(
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(
+                f"{file.name} must be TOML, but got an error: {error}. Correct it."
+            ) from None
+        _check_keys(given, _RECIPES, file.name)
+        page.recipes[file] = _Recipes(
             folder=file.parent,
-            links_from=page.folder,
+            links_from=folder,
             blocks=given.get("block", {}),
-            pictures=page.pictures,
-            read=page.read,
-            tables=page.tables,
+            given=given.get("source", {}),
+            page=page,
         )
-        for each, wanted in given.get("source", {}).items():
-            recipes.sources[each] = _source(wanted, recipes)
-        page.recipes[file] = recipes
     found = page.recipes[file]
     if name not in found.blocks:
         raise ValueError(
@@ -215,45 +227,51 @@ def _recipe(match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Page
     return found.blocks[name], found
 
 
-def _parsed(toml: str, what: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(toml)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{what} must be TOML, but got an error: {error}. Correct it.") from None
-
-
-def _body(block: Mapping[str, Any], page: _Page) -> str:
-    """What stands between a block's marks."""
+def _body(block: Mapping[str, Any], recipes: _Recipes) -> str:
+    """The text between a block's marks."""
     _check_keys(block, _KEYS, "block")
-    for name, wanted in block.get("source", {}).items():
-        page.sources[name] = _source(wanted, page)
     parts = []
     if "measured" in block:
-        rows = [row for name in block["measured"] for row in _named(page, name).rows]
-        parts.append("\n".join(f"- {line}" for line in published.circumstances(rows)))
+        parts.append(_measured(block["measured"], recipes))
     if "versions" in block:
-        tests, rows = (page.folder / block["versions"][name] for name in ("tests", "rows"))
+        tests, rows = (recipes.folder / block["versions"][name] for name in ("tests", "rows"))
         parts.append(versions.table(tests, sorted(rows.glob("*.jsonl*"))))
     if "text" in block:
-        parts.append(_text(block, page))
+        parts.append(_text(block, recipes))
     if "show" in block:
-        parts.append(_shown(block["show"], page))
+        parts.append(_shown(block["show"], recipes))
     if "figure" in block:
-        parts.append(_picture(block["figure"], page))
+        parts.append(_picture(block["figure"], recipes))
     return "\n" + "\n\n".join(parts) + "\n\n" if parts else ""
 
 
-def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
+def _measured(names: Sequence[str], recipes: _Recipes) -> str:
+    """Hardware, versions and commits of sources, each with links to its files of rows."""
+    files: dict[str, dict[str, None]] = {}
+    for source in (_named(recipes, name) for name in names):
+        for line in published.circumstances(source.rows):
+            files.setdefault(line, {}).update(
+                dict.fromkeys(_link(f, recipes) for f in source.files)
+            )
+    return "\n".join(f"- {line}: {', '.join(links)}" for line, links in files.items())
+
+
+def _link(file: Path, recipes: _Recipes) -> str:
+    path = posixpath.relpath(file.as_posix(), recipes.links_from.as_posix())
+    return f"[{file.name.partition('.')[0]}]({path})"
+
+
+def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
     _check_keys(wanted, _SOURCE, "source")
     if "rows" not in wanted:
         raise ValueError("a source must have rows, but got none. Name a file of published rows.")
     given = wanted["rows"]
-    files = [page.folder / name for name in ([given] if isinstance(given, str) else given)]
+    files = [recipes.folder / name for name in ([given] if isinstance(given, str) else given)]
     rows = []
     for file in files:
-        if file not in page.read:
-            page.read[file] = published.read(file)
-        rows += page.read[file]
+        if file not in recipes.page.read:
+            recipes.page.read[file] = published.read(file)
+        rows += recipes.page.read[file]
     name = wanted.get("experiment")
     if name is not None:
         rows = [row for row in rows if row["experiment"] == name]
@@ -268,19 +286,19 @@ def _source(wanted: Mapping[str, Any], page: _Page) -> _Source:
         frame = _fields(rows, wanted)
     else:
         key = (name, *map(str, files), *wanted.get("cases", []))
-        if key not in page.tables:
+        if key not in recipes.page.tables:
             made = _experiment(name).tables(to_frame(rows))
             if wanted.get("table") == recomputation.TITLE:
                 made.append(recomputation.table(to_frame(rows)))
-            page.tables[key] = {table.title: table.frame for table in made}
-        tables = page.tables[key]
+            recipes.page.tables[key] = {table.title: table.frame for table in made}
+        tables = recipes.page.tables[key]
         if wanted.get("table") not in tables:
             raise ValueError(
                 f"table must be one of {', '.join(tables)}, but got {wanted.get('table')!r}. "
                 "Correct it."
             )
         frame = _where(tables[wanted["table"]], wanted.get("where", {}))
-    return _Source(rows=rows, experiment=name, frame=frame)
+    return _Source(files=files, rows=rows, experiment=name, frame=frame)
 
 
 def _of_cases(rows: list[Row], texts: Sequence[str]) -> list[Row]:
@@ -318,12 +336,12 @@ def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
     return wide.dropna(how="all").reset_index().rename_axis(columns=None)
 
 
-def _shown(wanted: Mapping[str, Any], page: _Page) -> str:
+def _shown(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
     """A table as Markdown."""
     from bench_harness.report.write import grid
 
     _check_keys(wanted, _SHOW, "show")
-    frame = _where(_named(page, wanted.get("source")).frame, wanted.get("where", {}))
+    frame = _where(_named(recipes, wanted.get("source")).frame, wanted.get("where", {}))
     if frame.empty:
         raise ValueError(
             f"where must match rows, but got none for {wanted.get('where')}. Correct it."
@@ -367,11 +385,11 @@ def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.D
     return frame.assign(**{name: shown})
 
 
-def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
+def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
     from bench_harness.display.plots import png_bytes
 
     _check_keys(wanted, _FIGURE, "figure")
-    source = _named(page, wanted.get("source"))
+    source = _named(recipes, wanted.get("source"))
     if source.experiment is None:
         raise ValueError(
             "a figure must be of an experiment, but got a source of plain rows. Name an "
@@ -380,8 +398,8 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
     name, file, rows = wanted["name"], wanted["file"], source.rows
     if "variants" in wanted:
         rows = _variants(rows, wanted["variants"])
-    target = page.folder / file
-    if not target.resolve().is_relative_to(page.folder.resolve()) or target.suffix != ".png":
+    target = recipes.folder / file
+    if not target.resolve().is_relative_to(recipes.folder.resolve()) or target.suffix != ".png":
         raise ValueError(
             f"figure file must be a PNG file in the page's folder or below it, but got {file!r}. "
             "Correct the path."
@@ -396,8 +414,8 @@ def _picture(wanted: Mapping[str, Any], page: _Page) -> str:
             )
         return png_bytes(made[name].figure)
 
-    page.pictures[target] = draw
-    link = posixpath.relpath(target.as_posix(), page.links_from.as_posix())
+    recipes.page.pictures[target] = draw
+    link = posixpath.relpath(target.as_posix(), recipes.links_from.as_posix())
     return f"![{wanted.get('title', name)}]({link})"
 
 
@@ -415,7 +433,7 @@ def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
     ]
 
 
-def _text(block: Mapping[str, Any], page: _Page) -> str:
+def _text(block: Mapping[str, Any], recipes: _Recipes) -> str:
     """Sentences whose numbers come from sources."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -425,7 +443,7 @@ def _text(block: Mapping[str, Any], page: _Page) -> str:
     templates = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
     templates.filters["figure"] = figure
     values = {
-        name: _cell(_named(page, asked[0]).frame, *asked[1:])
+        name: _cell(_named(recipes, asked[0]).frame, *asked[1:])
         for name, asked in block.get("value", {}).items()
     }
     try:
@@ -476,13 +494,15 @@ def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
     return frame[name]
 
 
-def _named(page: _Page, name: Any) -> _Source:
-    if name not in page.sources:
+def _named(recipes: _Recipes, name: Any) -> _Source:
+    if name not in recipes.given:
         raise ValueError(
-            f"source must be one of {', '.join(page.sources) or 'none so far'}, but got {name!r}. "
-            "Define it in this block or above."
+            f"source must be one of {', '.join(recipes.given) or 'none so far'}, but got {name!r}. "
+            "Define it in the same file."
         )
-    return page.sources[name]
+    if name not in recipes.sources:
+        recipes.sources[name] = _source(recipes.given[name], recipes)
+    return recipes.sources[name]
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:

@@ -17,8 +17,6 @@ from basics_model.attention import (
 # Largest absolute error against fp64, for unit-variance inputs: a few units in the last place.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2, torch.float64: 1e-12}
 
-CPU = torch.device("cpu")
-
 
 def oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention row by row in fp64: row i sees keys 0 to i and nothing else exists."""
@@ -65,7 +63,7 @@ def test_steps_are_ranges_of_a_profile() -> None:
 @pytest.mark.parametrize("length", [1, 5, 300])
 def test_rotary_turns_pairs_as_complex_numbers(length: int) -> None:
     x = torch.randn(2, 3, length, 6)
-    cos, sin = rotary_tables(length, 6, 100.0, CPU)
+    cos, sin = rotary_tables(torch.arange(length), 6, 100.0)
     pairs = torch.view_as_complex(x.double().unflatten(-1, (3, 2)))
     angles = torch.arange(length)[:, None] * 100.0 ** (-torch.arange(0, 6, 2).double() / 6)
     expected = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
@@ -76,7 +74,7 @@ def test_rotary_turns_pairs_as_complex_numbers(length: int) -> None:
 
 def test_rotary_scores_depend_on_distance_only() -> None:
     query, key = torch.randn(2, 8, dtype=torch.float64)
-    cos, sin = rotary_tables(40, 8, 10_000.0, CPU)
+    cos, sin = rotary_tables(torch.arange(40), 8, 10_000.0)
 
     def score(i: int, j: int) -> Tensor:
         return apply_rotary(query, cos[i], sin[i]) @ apply_rotary(key, cos[j], sin[j])
@@ -86,7 +84,7 @@ def test_rotary_scores_depend_on_distance_only() -> None:
 
 
 def test_rotary_keeps_dtype_and_position_zero() -> None:
-    cos, sin = rotary_tables(4, 8, 10_000.0, CPU)
+    cos, sin = rotary_tables(torch.arange(4), 8, 10_000.0)
     x = torch.randn(1, 4, 8, dtype=torch.bfloat16)
     turned = apply_rotary(x, cos, sin)
     assert turned.dtype == torch.bfloat16

@@ -276,6 +276,19 @@ def test_wrong_token_ids_are_refused(config: ModelConfig, token_ids: Tensor) -> 
         TransformerLM(config)(token_ids)
 
 
+def test_positions_turn_heads_as_in_a_longer_sequence(config: ModelConfig) -> None:
+    """Scores depend on distances: all positions moved, the logits stay; other ones change them."""
+    model, token_ids = TransformerLM(config), tokens(config)
+    n = token_ids.shape[1]
+    expected = model(token_ids)
+    torch.testing.assert_close(model(token_ids, positions=torch.arange(n)), expected)
+    moved = model(token_ids, positions=torch.arange(5, 5 + n))
+    torch.testing.assert_close(moved, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(model(token_ids, positions=3 * torch.arange(n)), expected, atol=1e-3)
+    with pytest.raises(ValueError, match=r"positions must be \(.*\), one for each token"):
+        model(token_ids, positions=torch.arange(n + 1))
+
+
 @pytest.mark.parametrize("checkpoint_blocks", [1, 2, 3, 5, 9])
 def test_checkpointed_blocks_give_the_same_gradients(
     config: ModelConfig, checkpoint_blocks: int

@@ -20,41 +20,44 @@ Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 PAGE = """# Mine
 
-<!-- bench-harness
-measured = ["toy"]
+<!-- bench-harness: mine.tables.toml#times -->
+old
+<!-- /bench-harness -->
 
-[source.toy]
+<!-- bench-harness: mine.tables.toml#cost -->
+<!-- /bench-harness -->
+
+The end.
+"""
+
+RECIPES = """[source.toy]
 rows = "rows.jsonl"
 experiment = "toy"
 table = "Toy <times>"
 cases = ["toy ok"]
 
-[show]
+[block.times]
+measured = ["toy"]
+
+[block.times.show]
 source = "toy"
 columns = ["variant", ["median (ms)", "time (ms)"]]
 where = { variant = ["plain", "double"] }
 sort = "median (ms)"
 digits = 1
--->
-old
-<!-- /bench-harness -->
 
-<!-- bench-harness
+[block.cost]
 text = "Doubling takes {{ (double / plain) | figure(2) }} times as long as {{ plain | figure }} ms."
 
-[value]
+[block.cost.value]
 plain = ["toy", "median (ms)", { variant = "plain" }]
 double = ["toy", "median (ms)", { variant = "double" }]
 
-[figure]
+[block.cost.figure]
 source = "toy"
 name = "line"
 file = "line.png"
 title = "A line"
--->
-<!-- /bench-harness -->
-
-The end.
 """
 
 
@@ -95,6 +98,7 @@ def page(installed: Path, tmp_path: Path) -> Path:
     assert published.publish([Store(tmp_path / "run")], tmp_path / "rows.jsonl") == 1
     file = tmp_path / "mine.md"
     file.write_text(PAGE)
+    (tmp_path / "mine.tables.toml").write_text(RECIPES)
     return file
 
 
@@ -114,7 +118,8 @@ def test_blocks_are_filled_and_the_rest_stays(tool: Bench, page: Path) -> None:
     done = tool("fill", str(page))
     assert done.returncode == 0, done.stderr
     text = page.read_text()
-    assert "- 2 × GPU 9000, driver 1.2, torch 9.9, commit c0ffee" in text
+    where = "- 2 × GPU 9000, driver 1.2, torch 9.9, commit c0ffee: [rows](rows.jsonl)"
+    assert where in text
     assert "| variant | time (ms) |\n| --- | ---: |" in text
     assert text.index("| plain |") < text.index("| double |")
     assert "old" not in text
@@ -161,14 +166,15 @@ def test_an_outdated_page_fails_the_check_and_is_left_alone(tool: Bench, page: P
         ('"line.png"', '"setup.py"', "figure file must be a PNG file in the page's folder"),
         ("(double / plain)", "(double.__class__.__mro__)", "access to attribute '__class__'"),
         ("measured = [", "measure = [", "block key must be one of .*, but got 'measure'"),
-        ('table = "Toy', "table = Toy", "a block must be TOML, but got an error"),
+        ('table = "Toy', "table = Toy", "mine.tables.toml must be TOML, but got an error"),
+        ("[block.times.show]", "[bloc.times.show]", "toml key must be one of source, block"),
     ],
 )
 def test_what_is_wrong_in_a_block_is_one_line(
     tool: Bench, page: Path, old: str, new: str, message: str
 ) -> None:
     """It names file, line and key; the block stays as it is, and so does the file."""
-    page.write_text(PAGE.replace(old, new))
+    (page.parent / "mine.tables.toml").write_text(RECIPES.replace(old, new))
     done = tool("fill", str(page))
     assert done.returncode in (1, 2)
     assert re.search(message, done.stderr), done.stderr
@@ -176,10 +182,11 @@ def test_what_is_wrong_in_a_block_is_one_line(
 
 
 def test_the_other_blocks_go_on(tool: Bench, page: Path) -> None:
-    broken = (
-        '<!-- bench-harness\n[source.no]\nrows = "gone.jsonl"\n-->\nkept\n<!-- /bench-harness -->\n'
+    mark = "<!-- bench-harness: mine.tables.toml#broken -->\nkept\n<!-- /bench-harness -->\n"
+    page.write_text(mark + PAGE)
+    (page.parent / "mine.tables.toml").write_text(
+        RECIPES + '[source.no]\nrows = "gone.jsonl"\n[block.broken.show]\nsource = "no"\n'
     )
-    page.write_text(broken + PAGE)
     done = tool("fill", str(page))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -189,19 +196,29 @@ def test_the_other_blocks_go_on(tool: Bench, page: Path) -> None:
     assert "| plain |" in text
 
 
+def test_a_recipe_in_the_page_itself_is_refused(tool: Bench, page: Path) -> None:
+    inline = '# Mine\n\n<!-- bench-harness\nmeasured = ["toy"]\n-->\n<!-- /bench-harness -->\n'
+    page.write_text(inline)
+    done = tool("fill", str(page))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"{page}:3: a block must begin with <!-- bench-harness: FILE.toml#BLOCK -->" in line
+    assert page.read_text() == inline
+
+
 def test_a_block_in_a_code_block_is_an_example(page: Path) -> None:
-    example = "```text\n<!-- bench-harness\n[show]\n-->\n<!-- /bench-harness -->\n```\n\n"
+    example = "```text\n<!-- bench-harness: x.toml#y -->\n<!-- /bench-harness -->\n```\n\n"
     page.write_text(example + PAGE)
     made = render(page)
     assert made.problems == []
     assert made.text.startswith(example)
 
 
-@pytest.mark.parametrize("after", ["", "<!-- bench-harness\n-->\n<!-- /bench-harness -->\n"])
+@pytest.mark.parametrize("after", ["", PAGE])
 def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
     tool: Bench, page: Path, after: str
 ) -> None:
-    text = "# Title\n\n<!-- bench-harness\n[show]\n-->\n" + after
+    text = "# Title\n\n<!-- bench-harness: mine.tables.toml#times -->\n" + after
     page.write_text(text)
     done = tool("fill", str(page))
     assert done.returncode == 1
@@ -210,51 +227,32 @@ def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
     assert page.read_text() == text
 
 
-RECIPES = """[source.toy]
-rows = "../rows.jsonl"
-experiment = "toy"
-table = "Toy <times>"
-
-[block.times.show]
-source = "toy"
-columns = ["variant", ["median (ms)", "time (ms)"]]
-interval = ["median (ms)", "number", "number"]
-digits = 1
-
-[block.picture.figure]
-source = "toy"
-name = "line"
-file = "line.png"
-"""
-
-
-def test_recipes_stand_in_a_file_and_the_page_holds_a_line(page: Path) -> None:
-    """Paths are relative to the file of recipes, links to the page."""
+def test_paths_are_relative_to_the_recipes_and_links_to_the_page(page: Path) -> None:
     folder = page.parent / "side"
     folder.mkdir()
-    (folder / "mine.tables.toml").write_text(RECIPES)
-    mark = "<!-- bench-harness: side/mine.tables.toml#{} -->\n<!-- /bench-harness -->\n"
-    page.write_text(mark.format("times") + mark.format("picture"))
+    shown = 'interval = ["median (ms)", "number", "number"]\nsort'
+    recipes = RECIPES.replace("rows.jsonl", "../rows.jsonl").replace("sort", shown, 1)
+    (folder / "mine.tables.toml").write_text(recipes)
+    page.write_text(PAGE.replace("mine.tables.toml", "side/mine.tables.toml"))
     made = render(page)
     assert made.problems == []
     assert "| variant | time (ms) |\n| --- | ---: |\n" in made.text
     assert "| plain | 1234.4 [0.0, 0.0] |" in made.text
-    assert "![line](side/line.png)" in made.text
+    assert "![A line](side/line.png)" in made.text
     assert list(made.pictures) == [folder / "line.png"]
-    assert made.text.startswith("<!-- bench-harness: side/mine.tables.toml#times -->\n\n| variant")
 
 
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
         ("gone.toml#times", "recipes must be a readable file, but got .*gone.toml"),
-        ("mine.toml#tomes", "block must be one of times, picture in mine.toml, but got 'tomes'"),
-        ("broken.toml#times", "broken.toml must be TOML, but got an error"),
+        (
+            "mine.tables.toml#no",
+            "block must be one of times, cost in mine.tables.toml, but got 'no'",
+        ),
     ],
 )
 def test_a_mark_that_names_no_recipe_is_one_line(page: Path, mark: str, message: str) -> None:
-    (page.parent / "mine.toml").write_text(RECIPES.replace("../rows", "rows"))
-    (page.parent / "broken.toml").write_text("[source")
     page.write_text(f"<!-- bench-harness: {mark} -->\nkept\n<!-- /bench-harness -->\n")
     made = render(page)
     assert made.text == page.read_text()
@@ -262,17 +260,14 @@ def test_a_mark_that_names_no_recipe_is_one_line(page: Path, mark: str, message:
     assert re.search(message, problem), problem
 
 
-PLAIN = """<!-- bench-harness
-[source.rows]
+PLAIN = """[source.rows]
 rows = "rows.jsonl"
 where = { clock = "wall" }
 fields = [["variant", "what"], ["memory.peak", "peak (GiB)", 1024], ["pass", "pass"]]
 pivot = ["pass", "peak (GiB)"]
 
-[show]
+[block.times.show]
 source = "rows"
--->
-<!-- /bench-harness -->
 """
 
 
@@ -283,7 +278,8 @@ def test_rows_themselves_are_shown_with_a_column_per_pass(page: Path) -> None:
     ]
     line = published.case_line(rows, {})
     (page.parent / "rows.jsonl").write_text(json.dumps(line) + "\n")
-    page.write_text(PLAIN)
+    (page.parent / "mine.tables.toml").write_text(PLAIN)
+    page.write_text(PAGE[: PAGE.index("<!-- bench-harness: mine.tables.toml#cost")])
     made = render(page)
     assert made.problems == []
     assert "| what | forward | both |" in made.text

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +23,15 @@ from bench_harness.training.moments import MOMENTS
 
 ROOT = Path(__file__).parents[3]
 RESULTS, ASSIGNMENT = ROOT / "docs" / "results", ROOT / "docs" / "assignment"
-PAGES = sorted(
-    page
-    for pattern in ("*.md", "docs/**/*.md", "packages/*/README.md", "packages/*/docs/*.md")
-    for page in ROOT.glob(pattern)
-    if "\n<!-- /bench-harness -->" in page.read_text(encoding="utf-8")
-)
+
+
+def tracked(name: str) -> list[Path]:
+    """Files of this name in the places that hold pages."""
+    places = ("", "docs/**/", "packages/*/", "packages/*/docs/")
+    return sorted(file for place in places for file in ROOT.glob(place + name))
+
+
+PAGES = [page for page in tracked("*.md") if "\n<!-- /bench-harness -->" in page.read_text("utf-8")]
 PROBLEMS = (
     "benchmarking_script",
     "nsys_profile",
@@ -71,6 +75,24 @@ def test_pages_show_what_the_rows_say(page: Path) -> None:
         assert picture.is_file(), f"fill {relative}"
 
 
+def test_every_recipe_is_shown_on_a_page() -> None:
+    """And every source by one of the recipes of its file."""
+    marked: dict[Path, set[str]] = {}
+    for page in PAGES:
+        for file, block in re.findall(r"<!-- bench-harness: (\S+)#(\S+) -->", page.read_text()):
+            marked.setdefault((page.parent / file).resolve(), set()).add(block)
+    assert set(marked) == {file.resolve() for file in tracked("*.tables.toml")}
+    for file, blocks in marked.items():
+        recipes = tomllib.loads(file.read_text(encoding="utf-8"))
+        assert set(recipes["block"]) == blocks, file
+        shown: set[str] = set()
+        for block in recipes["block"].values():
+            shown.update(block.get("measured", []))
+            shown.update(value[0] for value in block.get("value", {}).values())
+            shown.update(block[way]["source"] for way in ("show", "figure") if way in block)
+        assert set(recipes.get("source", {})) == shown, file
+
+
 def test_every_problem_has_its_page() -> None:
     about = {"index", "deliverables", "course-files", "course-tests"}
     assert {page.stem for page in ASSIGNMENT.glob("*.md")} == {*about, *PROBLEMS}
@@ -79,8 +101,10 @@ def test_every_problem_has_its_page() -> None:
 
 
 def test_the_evidence_stays_small() -> None:
-    files = [file for file in (ROOT / "docs").rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files) <= 3_000_000
+    """All of docs/; a file of rows that is larger than 20 kB is compressed."""
+    sizes = {file: file.stat().st_size for file in (ROOT / "docs").rglob("*") if file.is_file()}
+    assert sum(sizes.values()) <= 2_600_000
+    assert [file.name for file in sizes if file.suffix == ".jsonl" and sizes[file] > 20_000] == []
 
 
 @pytest.mark.nightly
@@ -161,8 +185,8 @@ def test_every_published_cell_of_the_attention_grid_has_ten_samples() -> None:
 
 MEMORY = [
     (row["label"], row)
-    for name in ("sharding-memory", "sharding-alone")
-    for row in published.read(RESULTS / f"{name}.jsonl")
+    for name in ("sharding-memory.jsonl", "sharding-alone.jsonl.gz")
+    for row in published.read(RESULTS / name)
     if "memory" in row and row["settings"]["optimizer"]["name"] == "sharded"
 ]
 
@@ -188,13 +212,13 @@ def test_a_rank_weighed_alone_holds_what_one_of_two_does(moment: str) -> None:
             row["variant"]: next(m for m in row["memory"] if m["moment"] == moment)[
                 "allocated_bytes"
             ]
-            for row in published.read(RESULTS / f"{name}.jsonl")
+            for row in published.read(RESULTS / name)
             if row["label"] == label and "memory" in row
         }
 
     two = "train-step xl b4 s512 bf16 2 ranks"
-    alone = held("sharding-alone", f"{two} rank 0 alone")
-    real = held("sharding-memory", two)
+    alone = held("sharding-alone.jsonl.gz", f"{two} rank 0 alone")
+    real = held("sharding-memory.jsonl", two)
     assert len(alone) == 5
     for name, found in alone.items():
         assert found == pytest.approx(real[name], rel=0.005), name

@@ -7,7 +7,7 @@ with a collective timeout of three seconds. Buckets hold a parameter or two, so 
 different sizes meet where ranks stray: gloo ends a process by SIGABRT that receives one of another
 size than it expects.
 
-``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl`` runs all of them
+``python packages/ddp-lite/tests/fault_suite.py docs/results/fault-suite.jsonl.gz`` runs all of them
 and writes the rows that the package's documentation shows. With ``--gpus`` two ranks train on GPUs
 over NCCL, and the copies are real ones; ``--wrappers BucketedDDP,torch DDP`` leaves others out.
 ``--jobs 8`` tries eight faults at a time, for a host with many cores. A run that was cut leaves
@@ -21,6 +21,7 @@ import argparse
 import collections
 import contextlib
 import functools
+import gzip
 import hashlib
 import itertools
 import json
@@ -601,7 +602,7 @@ def main() -> None:
     from bench_harness.environment import git_state
 
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("target", type=Path, help="the file of rows")
+    parser.add_argument("target", type=Path, help="the file of rows; compressed if it ends in .gz")
     parser.add_argument("--gpus", action="store_true", help="two ranks on GPUs, over NCCL")
     parser.add_argument("--wrappers", default=",".join((*OURS, TORCHS)), help="names, with commas")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
@@ -629,7 +630,8 @@ def main() -> None:
     finally:
         pool.shutdown(cancel_futures=True)
     results = [found[each] for each in wanted]
-    with arguments.target.open("w", encoding="utf-8") as file:
+    compressed = arguments.target.suffix == ".gz"
+    with (gzip.open if compressed else open)(arguments.target, "wt", encoding="utf-8") as file:
         for label, rows in (
             ("runs", [asdict(result) for result in results]),
             ("by wrapper", list(summary(results))),

@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -344,14 +344,26 @@ def symmetric_memory(rank: int, fails: str | None) -> Iterator[list[weakref.ref[
                 raise RuntimeError("no mapping\nException raised from map_block")
             return torch.empty(64, dtype=torch.uint8)
 
+    class Signals:
+        waiting = 0
+
+        def __init__(self, handle: object, memory: Tensor) -> None:
+            self._memory = memory
+
+        def barrier(self) -> None: ...
+
+        def stagger(self) -> None: ...
+
     probe = ArithmeticError("no probe") if fails == "probe" else None
     with (
         patch("torch.cuda.mem_get_info", return_value=(2**20, 2**30)),
         patch("torch.cuda.Stream"),
+        patch("torch.cuda.stream", lambda stream: nullcontext()),
         patch("torch.cuda.set_device"),
         # Mocks would hold what they are called with.
         patch.object(_SymmetricMemory, "empty_strided_p2p", allocate),
         patch("torch.distributed._symmetric_memory.rendezvous", lambda *_: Handle()),
+        patch("ddp_lite.peer.signals.Signals", Signals),
         patch.object(peer_memory, "Ranks", side_effect=probe),
     ):
         yield allocated

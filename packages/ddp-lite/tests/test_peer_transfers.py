@@ -178,3 +178,35 @@ def test_a_host_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         assert peer_memcpy.driver_call() is None
     finally:
         peer_memcpy.driver_call.cache_clear()
+
+
+def test_signals_and_their_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 3 sets the others' words, clears its own, and waits no longer than it may."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter must be chosen before any kernel is imported")
+    peer_signals = pytest.importorskip("ddp_lite.peer.signals", reason="needs Triton")
+    pads = [torch.zeros(512, dtype=torch.int32) for _ in range(3)]
+    handle = Mock(rank=1, world_size=3, signal_pad_ptrs=[pad.data_ptr() for pad in pads])
+    memory = torch.zeros(5000)
+
+    def words() -> list[list[int]]:
+        """Those of both channels, by rank; all are 0 again."""
+        found = [pad[:6].tolist() for pad in pads]
+        for pad in pads:
+            pad[:6] = 0
+        return found
+
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    signals = peer_signals.Signals(handle, memory.view(torch.uint8))
+    pads[1][0] = pads[1][2] = 1
+    signals.barrier()
+    assert words() == [[0, 1, 0, 0, 0, 0], [0] * 6, [0, 1, 0, 0, 0, 0]]
+    pads[1][5] = 1  # rank 2's turn is over
+    signals.stagger()
+    assert words() == [[0, 0, 0, 0, 1, 0], [0] * 6, [0] * 6]
+    assert not memory.isnan().any()
+    signals.release()
+    for _ in range(2):
+        signals.barrier()  # for which no rank comes
+        assert signals.waiting == 0
+        assert memory.isnan().all()

@@ -11,7 +11,7 @@ from ddp_lite.peer import PeerCopies
 from ddp_lite.wire import Chain
 
 
-@pytest.mark.parametrize("end", ["waited for", "dropped", "run fails", "queued fails"])
+@pytest.mark.parametrize("end", ["waited for", "dropped", "run fails"])
 def test_tensors_outlive_the_copies(end: str) -> None:
     """Copies that nobody will wait for use them, such as those queued before a failure."""
 
@@ -19,11 +19,7 @@ def test_tensors_outlive_the_copies(end: str) -> None:
         if end == "run fails":
             raise PeerFailureError("an earlier exchange")
 
-    def queued(event: object) -> None:
-        if end == "queued fails":
-            raise PeerFailureError("an earlier exchange")
-
-    shared = Mock(stream=Mock(), queued=queued)
+    shared = Mock(stream=Mock())
     copies = PeerCopies(shared)
     current, tensors = Mock(), [Mock(), Mock()]
     failed = False

@@ -51,7 +51,7 @@ class AbsentHopper:
 class Request:
     """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any.
 
-    ``value_dim``: None if it is ``head_dim``.
+    ``value_dim``: None if it is ``head_dim``. ``adds``: gradients to fp32 tensors.
     """
 
     head_dim: int
@@ -62,6 +62,7 @@ class Request:
     sinks: bool = False
     sequences: int = 0
     value_dim: int | None = None
+    adds: bool = False
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -140,6 +141,13 @@ def shipped() -> list[Request]:
     for d in (64, 128):
         causal, lengths = {"causal": True}, (8192, 8192)
         requests += [Request(d, "bf16", causal, lengths, x, sequences=9) for x in both]
+        in_fp32 = causal | {"out_dtype": "float32"}
+        requests += [
+            Request(d, "bf16", in_fp32),
+            Request(d, "bf16", in_fp32, lengths, sequences=9),
+            Request(d, "bf16", causal, direction="backward", adds=True),
+            Request(d, "bf16", causal, lengths, "backward", sequences=9, adds=True),
+        ]
         requests += [
             Request(d, "bf16", options | {"deterministic": True}, direction="backward")
             for options in (
@@ -168,14 +176,18 @@ def launch(request: Request) -> None:
             max_seqlen_q=n_queries,
             max_seqlen_k=n_keys,
         )
-    options = new_problem(head_dim=width, **request.options)
+    given = dict(request.options)  # as JSON has them
+    if "out_dtype" in given:
+        given["out_dtype"] = getattr(torch, given["out_dtype"])
+    options = new_problem(head_dim=width, **given)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
         hopper_forward(query, key, value, options, packing, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         out = query.new_empty(*query.shape[:3], value_width)
-        hopper_backward(query, key, value, out, lse, out, None, options, packing)
+        into = [x.float() for x in (query, key, value)] if request.adds else []
+        hopper_backward(query, key, value, out, lse, out, None, options, packing, into)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -85,11 +86,13 @@ def hopper_backward(
     grad_logsumexp: Tensor | None,
     problem: Problem,
     packing: Packing | None = None,
+    into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the Hopper tier."""
     tensors = (query, key, value, out, grad_out)
-    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing)
-    return call(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
+    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing, into)
+    given = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
+    return call(*given, NO_MASK_OR_BIAS, into)
 
 
 def _readable(given: tuple[Any, ...]) -> tuple[list[Tensor], tuple[Any, ...]]:

@@ -340,7 +340,7 @@ def test_largest_scores(head_dim: int) -> None:
 def test_documents_in_a_graph(implementation: Any) -> None:
     """Their numbers change between replays; the starts have a fixed size."""
     ids = torch.zeros(2, 300, dtype=torch.int64, device="cuda")
-    leaves = random(2, 4, 300, 64)
+    leaves = random(2, 4, 300, 128)  # up to 64 the Hopper tier takes long windows only
     grad_out = torch.randn_like(leaves[0])
 
     def work(most: int | None = 40) -> list[torch.Tensor]:

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn_triton import triton_versions
+from flashattn_triton import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_varlen,
+    triton_versions,
+)
 from flashattn_triton.configs import tiling_for
 from flashattn_triton.problem import new_problem
 
@@ -312,6 +317,49 @@ def test_warps_of_one_group_may_end_their_turns_before_others_see_it(
     for _ in range(400):
         again, *_ = hopper_backward(q, k, v, out, lse, do, None, options)
     assert torch.equal(again, first)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": "bottom-right", "window": (1500, None)},
+        {"causal": True, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_gradients_are_added(
+    options: dict[str, Any], head_dim: int, packed: bool, hopper_backward: Launcher
+) -> None:
+    """To slices of heads of fp32 tensors, whose other heads stay; the rounded sums are the same."""
+    n, heads = 700, (4, 2, 2)
+    query, key, value = (
+        torch.randn(n, h, head_dim, device="cuda", dtype=torch.bfloat16) for h in heads
+    )
+    grad_out, given = torch.randn_like(query), {}
+    if packed:
+        starts = torch.tensor([0, 0, 130, 131, 640], dtype=torch.int32, device="cuda")
+        given = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), starts)
+        attend: Any = flash_attention_varlen
+    else:
+        query, key, value, grad_out = (x.unsqueeze(0) for x in (query, key, value, grad_out))
+        options, attend = {**options, "layout": "bshd"}, flash_attention
+    options = {**options, "implementation": "hopper"}
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, lse = attend(*leaves, **given, **options, return_lse=True)
+    expected = torch.autograd.grad(out, leaves, grad_out)
+    wide = [torch.ones(*x.shape[:-2], x.shape[-2] + 1, head_dim, device="cuda") for x in leaves]
+    into = [x[..., 1:, :] for x in wide]
+    for o in (out.detach(), out.detach().float()):
+        for x in wide:
+            x.fill_(1.0)
+        flash_attention_backward(*leaves, o, lse.detach(), grad_out, into, **given, **options)
+        for whole, total, x in zip(wide, into, expected, strict=True):
+            assert (whole[..., 0, :] == 1).all()
+            torch.testing.assert_close(total - 1, x.float(), rtol=2**-7, atol=1e-3)
 
 
 def test_rows_past_two_billion_elements(hopper_backward: Launcher) -> None:

@@ -48,6 +48,13 @@ MORE_SPILLS = {
     ("3.9", "backward", 128, "causal, packed"): (256, 0),
     ("3.8", "forward", 192, "causal, packed"): (40, 0),
     ("3.9", "backward", 128, "causal, soft-cap"): (276, 6),
+    # dK and dV added to fp32 tensors.
+    ("3.8", "backward", 64, "causal, added"): (464, 0),
+    ("3.8", "backward", 64, "causal, packed, added"): (512, 0),
+    ("3.9", "backward", 64, "causal, added"): (144, 1),
+    ("3.9", "backward", 64, "causal, packed, added"): (112, 0),
+    ("3.9", "backward", 128, "causal, added"): (212, 4),
+    ("3.9", "backward", 128, "causal, packed, added"): (188, 4),
     # Additions in order.
     ("3.6", "backward", 64, "causal, ordered"): (184, 0),
     ("3.6", "backward", 128, "causal, ordered"): (188, 0),
@@ -101,7 +108,8 @@ REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SIN
 
 
 def config_of(row: dict[str, Any]) -> Any:
-    options = new_problem(head_dim=row["head_dim"], **row["options"])
+    given = {name: x for name, x in row["options"].items() if name != "out_dtype"}
+    options = new_problem(head_dim=row["head_dim"], **given)
     if row["direction"] == "backward":
         return backward_config(head_dims_of(row), options)
     n_queries = row["lengths"][0]
@@ -157,6 +165,8 @@ def allowed(row: dict[str, Any]) -> tuple[int, int]:
     """Bytes that a thread may spill, and accesses to them in a step over a whole tile."""
     version = row["triton"].rpartition(".")[0]
     added = ", packed" if row["sequences"] else ""
+    added += ", added" if row["adds"] else ""
+    added += ", fp32" if row["options"].get("out_dtype") else ""
     added += ", ordered" if row["options"].get("deterministic") else ""
     added += ", soft-cap" if row["options"].get("softcap") else ""
     kind = (version, row["direction"], width_of(row), mask_of(row) + added)
@@ -184,7 +194,8 @@ def report(rows: list[dict[str, Any]]) -> str:
 
     Of dense batches, with dQ added up in any order.
     """
-    rows = [r for r in rows if not r["sequences"] and not r["options"].get("deterministic")]
+    plain = {"causal", "window", "scale", "softcap"}
+    rows = [r for r in rows if not (r["sequences"] or r["adds"] or r["options"].keys() - plain)]
     columns = []
     for direction in ("forward", "backward"):
         kinds = [(width, mask) for width in (64, 128) for mask in ("full", "causal", "window")]

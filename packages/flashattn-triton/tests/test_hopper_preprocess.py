@@ -25,7 +25,8 @@ def strides_div8(x: Tensor) -> list[int]:
     ("n_queries", "head_dim"),
     [(64, 64), (130, 40), (100, 128), (200, 72), (130, 192), (70, 136), (70, 256), (64, 200)],
 )
-def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int, adds: bool) -> None:
     width = 64 if head_dim <= 64 else 128
     parts = 1
     if head_dim > 128:
@@ -36,16 +37,20 @@ def test_the_sum_of_dq_is_put_in_order(n_queries: int, head_dim: int) -> None:
     # r % 16 // 8, c % 2; before those, blocks of rows and of columns.
     blocks = dq.reshape(BATCH * HEADS, n_padded // 64, 4, 2, 8, parts * width // 64, 8, 4, 2)
     lying = blocks.permute(0, 1, 5, 6, 2, 4, 7, 3, 8).contiguous().to(DEVICE)
-    wide = torch.full((BATCH, n_queries + 1, HEADS, head_dim + 8), math.nan, dtype=torch.float16)
+    dtype = torch.float32 if adds else torch.float16
+    wide = torch.full((BATCH, n_queries + 1, HEADS, head_dim + 8), math.nan, dtype=dtype)
     found = wide.to(DEVICE)[:, :n_queries, :, :head_dim].transpose(1, 2)
+    if adds:
+        found.fill_(3.0)
     shape = {
-        "WIDTH": width, "NARROW": head_dim < parts * width, "SUM_PARTS": parts, "ROWS": ROWS
+        "WIDTH": width, "NARROW": head_dim < parts * width, "ADDS": adds, "SUM_PARTS": parts,
+        "ROWS": ROWS,
     }  # fmt: skip
     sizes = (n_queries, n_padded, HEADS, head_dim // 8)
     programs = BATCH * HEADS * n_padded // ROWS
     strides = strides_div8(found)
     postprocess_kernel[(programs,)](lying, found, None, *strides, *sizes, -0.25, **shape, **DENSE)
-    expected = (-0.25 * dq[:, :, :n_queries, :head_dim]).half()
+    expected = (-0.25 * dq[:, :, :n_queries, :head_dim] + (3.0 if adds else 0.0)).to(dtype)
     assert torch.equal(found.cpu(), expected)
     memory = torch.as_strided(found, wide.shape, wide.stride(), 0)
     assert memory[:, n_queries:].isnan().all()

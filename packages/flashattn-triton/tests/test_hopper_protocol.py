@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -166,17 +166,20 @@ class Case:
         ).sum(2)
 
 
-def check_forward(problem: Case, seed: int, **changes: Any) -> None:
+def check_forward(problem: Case, seed: int, in_fp32: bool = False, **changes: Any) -> None:
     q, k, v, do = problem.inputs(seed)
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
-    launch = forward.hopper_forward_call(*problem.meta(), problem.options).launch
+    options = replace(problem.options, out_dtype=torch.float32 if in_fp32 else None)
+    launch = forward.hopper_forward_call(*problem.meta(), options).launch
     run(launch, forward_kernel, [q, k, v, out, rows, None, None], seed, changes)
     close(rows, lse)
     close(out, p @ problem.repeated(v))
 
 
-def check_backward(problem: Case, seed: int, schedule: int | None = None, **changes: Any) -> Any:
+def check_backward(
+    problem: Case, seed: int, schedule: int | None = None, adds: bool = False, **changes: Any
+) -> Any:
     """Returns the sum of dQ. ``schedule``: the seed of the partitions' order, if another."""
     q, k, v, do = problem.inputs(seed)
     scale = problem.options.scale
@@ -199,17 +202,18 @@ def check_backward(problem: Case, seed: int, schedule: int | None = None, **chan
     parts = np.array((0.5, 0.25, 0.25, 0, 0, 0, 0, 0))
     statistics = added[..., None] * parts
     dq_sum = np.zeros((*q.shape[:2], n_padded, width))
-    dk, dv = np.full(k.shape, np.nan), np.full(v.shape, np.nan)
+    dk, dv = (np.full(x.shape, 1.0 if adds else np.nan) for x in (k, v))
     meta_do = torch.empty(do.shape, dtype=torch.bfloat16, device="meta")
     tensors = [*problem.meta(), meta_do, meta_do]
-    launch = backward.hopper_backward_call(tensors, None, problem.options).main
+    into = [x.float() for x in problem.meta()] if adds else []
+    launch = backward.hopper_backward_call(tensors, None, problem.options, into=into).main
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
     run(launch, BACKWARD_MODULES[width], memory, seed if schedule is None else schedule, changes)
     dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
     close(dq * scale, ds @ keys)
-    close(dk, problem.summed(ds.swapaxes(2, 3) @ q))
-    close(dv, problem.summed(p.swapaxes(2, 3) @ do))
+    close(dk - adds, problem.summed(ds.swapaxes(2, 3) @ q))
+    close(dv - adds, problem.summed(p.swapaxes(2, 3) @ do))
     return dq_sum
 
 
@@ -286,6 +290,14 @@ def test_forward_on_random_schedules(name: str, head_dim: int) -> None:
     check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
 
 
+@pytest.mark.parametrize("head_dims", [(40, 40), (96, 96), (192, 128), (256, 200)], ids=str)
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_forward_in_fp32(name: str, head_dims: tuple[int, int]) -> None:
+    head_dim, value_dim = head_dims
+    problem = problem_of(head_dim=head_dim, value_dim=value_dim, **PROBLEMS[name])
+    check_forward(problem, list(PROBLEMS).index(name), in_fp32=True)
+
+
 @pytest.mark.parametrize("head_dims", [(256, 256), (192, 128), (136, 72)], ids=str)
 @pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
 def test_forward_of_wide_heads(name: str, head_dims: tuple[int, int]) -> None:
@@ -338,6 +350,12 @@ def test_tanh() -> None:
 def test_backward_on_random_schedules(name: str, head_dim: int) -> None:
     seed = list(PROBLEMS).index(name)
     check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), seed)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
+def test_gradients_of_keys_are_added(name: str, head_dim: int) -> None:
+    check_backward(problem_of(head_dim=head_dim, **PROBLEMS[name]), 0, adds=True)
 
 
 @pytest.mark.parametrize(
@@ -458,12 +476,21 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpre
 
 
 @interpreted
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "head_dims", "in_fp32"),
+    [
+        *((name, x, False) for name in PACKED for x in ((64, 64), (128, 128), *WIDE)),
+        *((name, (96, 96), True) for name in ("bottom-right", "empty", "spare")),
+    ],
+    ids=str,
+)
+def test_packed_forward_on_random_schedules(
+    name: str, head_dims: tuple[int, int], in_fp32: bool
+) -> None:
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
-    call = forward.hopper_forward_call(*packed.meta()[:3], packed.options, packed.packing)
+    options = replace(packed.options, out_dtype=torch.float32 if in_fp32 else None)
+    call = forward.hopper_forward_call(*packed.meta()[:3], options, packed.packing)
     q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
     lse = np.full((packed.problems[0].heads[0], len(q)), np.nan)
     memory = [q, k, v, out, lse, packed.table(call.tiles)[0], None]
@@ -479,10 +506,16 @@ def test_packed_forward_on_random_schedules(name: str, head_dims: tuple[int, int
 
 
 @interpreted
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("name", "head_dims", "adds"),
+    [
+        *((name, x, False) for name in PACKED for x in ((64, 64), (128, 128), *WIDE)),
+        *((name, (96, 96), True) for name in ("bottom-right", "empty", "ordered", "spare")),
+    ],
+    ids=str,
+)
 def test_packed_backward_on_random_schedules(
-    name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, head_dims: tuple[int, int], adds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 20)  # rings of five, nine or ten
     seed = list(PACKED).index(name)
@@ -492,7 +525,8 @@ def test_packed_backward_on_random_schedules(
     queries = backward_config(head_dims, packed.options).queries
     meta_q, meta_k, meta_v, meta_do = packed.meta()
     tensors = [meta_q, meta_k, meta_v, meta_do, meta_do]
-    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing)
+    into = [x.float() for x in (meta_q, meta_k, meta_v)] if adds else []
+    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing, into)
     n_queries, ends = len(packed.tokens(0)), [starts[-1] for starts in packed.starts]
     tiles = n_queries // queries + len(packed.problems) + 1
     # Whatever no sequence owns is NaN.
@@ -524,11 +558,12 @@ def test_packed_backward_on_random_schedules(
     rows = slice(first, first + spare)
     dq_sum[rows] = statistics[rows] = 0.0
     statistics[rows, 0, 0] = far
-    dk, dv = packed.like(1), packed.like(2)
+    dk, dv = (np.ones_like(packed.like(i)) if adds else packed.like(i) for i in (1, 2))
     inputs = [packed.tokens(which) for which in range(4)]
     memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.tiles)[1]]
     memory.append(counters(dq_sum, queries, packed.options))
     run(call.main, BACKWARD_MODULES[width], memory, seed, {})
+    dk, dv = dk - adds, dv - adds
     for i, rows in enumerate(owned):
         n = packed.problems[i].lengths[0]
         dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, : head_dims[0]]

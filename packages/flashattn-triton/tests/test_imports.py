@@ -38,5 +38,6 @@ def test_integrations_are_built_from_public_calls() -> None:
     for path in (PACKAGE / "integrations").glob("*.py"):
         used = {name for name in imports(path) if name.count(".") == 2}
         public = {f"flashattn_triton.{name}" for name in flashattn_triton.__all__}
-        siblings = ("flashattn_triton.problem.", "flashattn_triton.integrations.")
+        names = ("problem", "integrations", "context_parallel")
+        siblings = tuple(f"flashattn_triton.{name}." for name in names)
         assert all(name.startswith(siblings) for name in used - public), path

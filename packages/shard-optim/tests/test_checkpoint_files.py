@@ -187,6 +187,7 @@ def first_part(content):
     return content["tensors"]["model.0.weight"]["parts"][0]
 
 
+MOMENT = "state.{}.elements.more"
 LIES = [
     ("not stored exactly once", lambda c: first_part(c).update(count=3)),
     ("not stored exactly once", lambda c: first_part(c).update(first=2)),
@@ -203,6 +204,12 @@ LIES = [
     ("has shape", lambda c: c["tensors"]["model.0.weight"].update(shape=[5, 7])),
     ("is torch.float64 in it", lambda c: c["tensors"]["model.0.bias"].update(dtype="float64")),
     ("must hold model.0.weight", lambda c: c["tensors"].pop("model.0.weight")),
+    ("where AdamW holds", lambda c: c["tensors"].pop("state.1.elements.exp_avg_sq")),
+    (
+        "of parameter 99 where",
+        lambda c: c["tensors"].update({MOMENT.format(99): c["tensors"]["b"]}),
+    ),
+    ("'more' of .* shape", lambda c: c["tensors"].update({MOMENT.format(1): c["tensors"]["b"]})),
     ("it holds model.more", lambda c: c["tensors"].update({"model.more": c["tensors"].pop("b")})),
 ]
 

@@ -150,11 +150,9 @@ def test_a_step_that_raises_leaves_state_in_host_memory(monkeypatch):
 def test_what_cannot_be_combined_is_refused():
     params = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(ValueError, match=r"capturable must be False .* Leave capturable out"):
-        OffloadedOptimizer(params, torch.optim.AdamW, capturable=True)
+        ShardedOptimizer(params, torch.optim.AdamW, offload_state=True, capturable=True)
     with pytest.raises(ValueError, match="but got LBFGS, which does not"):
-        OffloadedOptimizer(params, torch.optim.LBFGS)
-    with pytest.raises(ValueError, match=r"chunk_size_mb must be positive, but got 0\. Pass 64"):
-        OffloadedOptimizer(params, torch.optim.AdamW, chunk_size_mb=0)
+        ShardedOptimizer(params, torch.optim.LBFGS, offload_state=True)
     optimizer = OffloadedOptimizer(params, torch.optim.AdamW)
     elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="one optimizer for each device"):

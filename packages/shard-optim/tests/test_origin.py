@@ -194,6 +194,7 @@ def check_said(rank, world_size):
     logging.getLogger("shard_optim").addHandler(heard)
     for make in (stage_3, stage_2):
         model, optimizer = make()
+        optimizer.state_dict()  # as accelerate's prepare does: there is nothing to lose yet
         step(model, optimizer, rank)
         full_state(model, optimizer)
         assert not heard.messages  # the whole state is no part

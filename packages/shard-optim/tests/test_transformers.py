@@ -1,8 +1,13 @@
-"""Hugging Face's Trainer and Accelerate with ``ShardedOptimizer`` equal single-process training."""
+"""Hugging Face's Trainer and Accelerate with ``ShardedOptimizer`` equal single-process training.
+
+The callback is that of ``examples/sharded_transformers_trainer.py``.
+"""
 
 import importlib
 import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "sharded_transformers_trainer.py"
 BATCHES, BATCH_SIZE, WORLD_SIZE = 6, 4, 2
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # the same terms, summed in another order
 # Importing transformers for the first time compiles it, in every rank, on cores that may be busy.
@@ -77,10 +83,10 @@ def hugging_face_run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     # that is sent there, even of one that has been sent before. The number of a GPU is its own.
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     from accelerate import Accelerator
+    from sharded_transformers_trainer import ShardedCheckpoints
     from transformers import Trainer, TrainingArguments
 
     from shard_optim import ShardedOptimizer
-    from shard_optim.integrations.transformers import ShardedCheckpoints
 
     def trainer(**options: Any) -> Trainer:
         arguments = TrainingArguments(
@@ -165,9 +171,20 @@ def test_accelerate_equals_single_process_training(results: list[dict[str, Any]]
         torch.testing.assert_close(result["accelerate"], expected, **TOLERANCE)
 
 
-def test_import_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "shard_optim.integrations.transformers"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'shard-optim\[transformers\]'"):
-        importlib.import_module(name)
+def test_the_import_of_before_names_the_example() -> None:
+    with pytest.raises(ImportError, match=r"is examples/sharded_transformers_trainer\.py"):
+        importlib.import_module("shard_optim.integrations.transformers")
+
+
+def test_the_program_resumes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(EXAMPLE), str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed at step 8" in done.stdout

@@ -41,21 +41,23 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return weights.to(value.dtype) @ value
 
 
-def rotary_tables(
-    length: int, head_dim: int, theta: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary position embedding (Su et al., 2021, arXiv:2104.09864).
 
     Position i turns pair k of a head by the angle i·theta^(-2k / head_dim).
 
+    Args:
+        positions: (seq,) integers, ``torch.arange(seq)`` for a whole sequence.
+        head_dim: even.
+        theta: the base.
+
     Returns:
-        Two fp32 tensors (length, head_dim): the cosine of each pair's angle, twice, and its sine,
+        Two fp32 tensors (seq, head_dim): the cosine of each pair's angle, twice, and its sine,
         first negated, then as it is.
     """
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pairs / head_dim)
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = positions[:, None] * frequencies  # [length, head_dim / 2]
+    angles = positions.float()[:, None] * frequencies  # [seq, head_dim / 2]
     cos, sin = angles.cos(), angles.sin()
     return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
 

@@ -236,12 +236,16 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
         self.lm_head = LMHead(config.d_model, config.vocab_size, device=device, dtype=dtype)
 
-    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Scores of the next token at every position, or their mean loss.
 
         Args:
             token_ids: (batch, seq) int64, each from 0 to ``vocab_size - 1``.
             targets: (batch, seq) int64, the token that follows each position.
+            positions: (seq,) integers, the tokens' positions in their sequence, where that is
+                spread over ranks; None stands for 0 to seq - 1.
 
         Returns:
             Without targets, logits (batch, seq, vocab_size), in the parameters' dtype or
@@ -249,16 +253,22 @@ class TransformerLM(nn.Module):
             logits are never in memory at once (:func:`basics_model.loss.linear_cross_entropy`).
 
         Raises:
-            ValueError: ``token_ids`` is not two-dimensional int64, or ``targets`` does not fit.
+            ValueError: ``token_ids`` is not two-dimensional int64, or ``targets`` or ``positions``
+                do not fit.
         """
         if token_ids.ndim != 2 or token_ids.dtype != torch.int64:
             raise ValueError(
                 f"token_ids must be (batch, seq) int64, but got shape {tuple(token_ids.shape)} "
                 f"and {token_ids.dtype}."
             )
-        cos, sin = rotary_tables(
-            token_ids.shape[1], self.config.head_dim, self.config.rope_theta, token_ids.device
-        )
+        if positions is None:
+            positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+        elif positions.shape != token_ids.shape[1:]:
+            raise ValueError(
+                f"positions must be ({token_ids.shape[1]},), one for each token of a sequence, but "
+                f"got shape {tuple(positions.shape)}."
+            )
+        cos, sin = rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(token_ids)  # [B, S, M]
         if self.checkpoint_blocks and torch.is_grad_enabled():
             for first in range(0, len(self.blocks), self.checkpoint_blocks):

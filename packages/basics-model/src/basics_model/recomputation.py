@@ -19,6 +19,7 @@ ATTENTION_OPERATORS = frozenset(
         "aten::_scaled_dot_product_efficient_attention",
         "aten::_scaled_dot_product_flash_attention",
         "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "flashattn_triton::context_forward",
         "flashattn_triton::forward",
     }
 )

@@ -97,6 +97,45 @@ def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
+class Structure:
+    """The parameters, modules and buffers that a module and those in it hold at one moment.
+
+    Args:
+        module: the outermost.
+        buffers: whether buffers count.
+    """
+
+    def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+        self._tables: list[dict[str, Any]] = [
+            table
+            for each in module.modules()
+            for table in (each._parameters, each._modules, each._buffers if buffers else {})
+        ]
+        self._entries = sum(map(len, self._tables))
+        self._filled = [table for table in self._tables if table]
+        self._then = [dict(table) for table in self._filled]
+        # Equal numbers are equal, even if they are two tensors.
+        self._numbers = [
+            (table, name, value)
+            for table in self._filled
+            for name, value in table.items()
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
+
+    def holds(self) -> bool:
+        """Whether the module still holds the same objects under the same names."""
+        if sum(map(len, self._tables)) != self._entries:
+            return False
+        try:
+            # Python compares the values by identity first, so tensors are compared only if one was
+            # replaced by another; that raises unless both hold one number.
+            if self._filled != self._then:
+                return False
+        except RuntimeError:
+            return False
+        return all(table[name] is value for table, name, value in self._numbers)
+
+
 class ModuleWatch:
     """Remembers a module's structure, and which of its parameters require a gradient."""
 
@@ -106,19 +145,7 @@ class ModuleWatch:
 
     def _remember(self) -> None:
         module = self._module
-        modules = list(module.modules())
-        self._tables: list[dict[str, Any]] = [
-            *(m._parameters for m in modules),
-            *(m._modules for m in modules),
-        ]
-        self._then = [dict(table) for table in self._tables]
-        # Equal numbers are equal, even if they are two parameters.
-        self._numbers = [
-            (table, name, value)
-            for table in self._tables
-            for name, value in table.items()
-            if isinstance(value, nn.Parameter) and value.numel() == 1
-        ]
+        self._structure = Structure(module, buffers=False)
         self._parameters = list(module.parameters())
         self._required = list(map(_requires_grad, self._parameters))
         self._by_name = dict(module.named_parameters(remove_duplicate=False))
@@ -135,7 +162,7 @@ class ModuleWatch:
             ModelMismatchError: a parameter was added, replaced or removed, or not all ranks changed
                 ``requires_grad`` alike.
         """
-        if self._has_new_structure():
+        if not self._structure.holds():
             if change := self._describe_change():
                 self._refuse(change)
             self._remember()
@@ -146,17 +173,6 @@ class ModuleWatch:
         self._ranks.together(what, verify_same_model, self._module, self._ranks)
         self._required = list(map(_requires_grad, self._parameters))
         return True
-
-    def _has_new_structure(self) -> bool:
-        """True if a parameter or submodule was added, replaced or removed."""
-        try:
-            # Python compares the values by identity first, so tensors are compared only if one was
-            # replaced by another; that raises unless both hold one number.
-            if self._tables != self._then:
-                return True
-        except RuntimeError:
-            return True
-        return any(table[name] is not value for table, name, value in self._numbers)
 
     def _describe_change(self) -> str:
         """Changes of the parameters in words; empty if they are the same."""

@@ -509,17 +509,35 @@ def _within(seconds: float, call: Callable[[], Result]) -> Result:
 # -- collectives over a group or a communicator, finished when they return ---------------------
 
 
+def asynchronous(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
+    """Options of a communicator's own method, which starts a collective.
+
+    The functions of ``torch.distributed`` would check their arguments again at every call.
+    """
+    options.asyncOp = True
+    if operation is not None:
+        options.reduceOp = dist.ReduceOp(operation)
+    return options
+
+
+def start_all_reduce(
+    communicator: Any, tensor: Tensor, operation: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Starts reducing ``tensor`` over the ranks, in place."""
+    options = asynchronous(dist.AllreduceOptions(), operation)
+    work: dist.Work = communicator.allreduce([tensor], options)
+    return work
+
+
 def all_reduce(communicator: Any, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
     """Reduces ``tensor`` over the ranks, in place."""
-    options = dist.AllreduceOptions()
-    options.reduceOp, options.asyncOp = operation, True
-    finish(communicator.allreduce([tensor], options))
+    finish(start_all_reduce(communicator, tensor, operation))
 
 
 def broadcast(communicator: Any, tensor: Tensor) -> None:
     """Overwrites ``tensor`` with rank 0's."""
-    options = dist.BroadcastOptions()
-    options.rootRank, options.asyncOp = 0, True
+    options = asynchronous(dist.BroadcastOptions())
+    options.rootRank = 0
     finish(communicator.broadcast([tensor], options))
 
 
@@ -527,8 +545,7 @@ def all_gather(communicator: Any, tensor: Tensor) -> list[Tensor]:
     """Every rank's ``tensor``, of equal shapes, in rank order."""
     from torch._C._distributed_c10d import AllgatherOptions  # dist has the others
 
-    options = AllgatherOptions()
-    options.asyncOp = True
+    options = asynchronous(AllgatherOptions())
     received = [torch.empty_like(tensor) for _ in range(communicator.size())]
     finish(communicator.allgather([received], [tensor], options))
     return received

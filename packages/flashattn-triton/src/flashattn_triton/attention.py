@@ -167,8 +167,7 @@ def flash_attention(
             scores in memory, any number of derivatives).
         tiling: kernel shapes to use instead of the shipped table's.
         out_dtype: ``torch.float32`` keeps the output as it was accumulated, for parts that
-            :func:`merge` joins; None gives it the inputs' dtype. The portable kernels compute it
-            where the Hopper tier would run.
+            :func:`merge` joins; None gives it the inputs' dtype.
 
     Under autocast the inputs are cast to its dtype. fp32 products use TF32 only if
     ``torch.backends.cuda.matmul.fp32_precision`` is "tf32".
@@ -207,7 +206,7 @@ def flash_attention(
             tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     _, first, second, head_dim = query.shape
     problem = new_problem(
         layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
@@ -343,7 +342,7 @@ def flash_attention_varlen(
     ):
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     longest = lengths = (query.shape[0], key.shape[0])
     if max_seqlen_q is not None and max_seqlen_k is not None:
         longest = lengths = (max_seqlen_q, max_seqlen_k)
@@ -457,7 +456,7 @@ def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
     refuse_unknown("flash_attention_varlen", allowed, given)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating tensors in autocast's dtype, which is for attention's two matrix products.
 
     As they are where autocast is on for another kind of device, or of float64 as in PyTorch.

@@ -158,7 +158,7 @@ def resolve_mask_and_bias(
         TypeError: not a tensor.
     """
     if sinks is not None:
-        _check_sinks(sinks, heads, device)
+        check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
     tensors = zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=False)
     for name, x in tensors:
@@ -251,7 +251,8 @@ def check_prefix_options(problem: Problem) -> None:
         )
 
 
-def _check_sinks(sinks: object, heads: int, device: torch.device) -> None:
+def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
+    """Raises ``ValueError`` unless sinks are one logit for each query head, on ``device``."""
     check_tensors(sinks=sinks)
     assert isinstance(sinks, Tensor)
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:

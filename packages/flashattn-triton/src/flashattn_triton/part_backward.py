@@ -53,8 +53,8 @@ def flash_attention_backward(
     """Adds the gradients of attention to a part of the keys to fp32 tensors.
 
     Outside of autograd and of compiled code. Each part has its own call, with the mask that it had
-    in the forward pass, and with ``out`` and ``lse`` of all parts together. On a Hopper GPU the
-    portable kernels run.
+    in the forward pass, and with ``out`` and ``lse`` of all parts together. The Hopper
+    tier adds up to head_dim 128, where it would compute; else the portable kernels do.
 
     Args:
         query: (B, H, N_q, D), (B, N_q, H, D) for layout "bshd", or (T_q, H, D) with ``cu_seqlens``;

@@ -112,19 +112,18 @@ def _backward_launcher(
 ) -> BackwardLauncher:
     grad_lse = tensors[6]
     rows = [x for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
-    if plan.runs_hopper_backward(problem) and not into:
-        from flashattn_triton.hopper.backward import hopper_backward_call
+    dl, sums = _rows_view(grad_lse, problem), _views(into, problem)
+    if plan.runs_hopper_backward(problem):
+        from flashattn_triton.hopper.backward import can_add, hopper_backward_call
 
-        return hopper_backward_call(
-            _views(rows, problem), _rows_view(grad_lse, problem), problem, packing
-        )
+        views = _views(rows, problem)
+        if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
+            return hopper_backward_call(views, dl, problem, packing, sums)
     if plan.tiling is None:
         return functools.partial(_tiled_backward, problem)
     from flashattn_triton.portable.backward import backward_call
 
     q, k, v, o, do = _views([unit_last_stride(x) for x in rows], problem)
-    dl = _rows_view(grad_lse, problem)
-    sums = _views(into, problem)
     call = backward_call(q, k, v, o, do, dl, problem, plan.tiling, packing, mask_and_bias, sums)
     return _on_copies(call, tensors, _ROWS_OF_BACKWARD)
 

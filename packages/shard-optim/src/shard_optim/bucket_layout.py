@@ -110,18 +110,6 @@ class BucketPlan:
         end = min(offset + numel, (rank + 1) * self.chunk)
         return Span(start=begin - offset, length=end - begin) if begin < end else None
 
-    def owners(self, position: int) -> list[int]:
-        """The ranks that own part of member ``position``, in ascending order."""
-        first = self.offsets[position] // max(self.chunk, 1)
-        last = (self.offsets[position] + max(self.numels[position], 1) - 1) // max(self.chunk, 1)
-        candidates = range(min(first, self.world_size - 1), min(last, self.world_size - 1) + 1)
-        return [rank for rank in candidates if self.span(position, rank) is not None]
-
-    def owned(self, rank: int) -> int:
-        """Elements of real parameters that ``rank`` owns."""
-        spans = (self.span(position, rank) for position in range(len(self.members)))
-        return sum(span.length for span in spans if span is not None)
-
 
 def plan_buckets(
     numels: Sequence[int],
@@ -216,7 +204,8 @@ def _split_by_padding(numels: Sequence[int], bucket_numel: int, world_size: int)
     return runs
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``number``."""
     return -(-number // multiple) * multiple
 
 
@@ -225,7 +214,7 @@ def _flat_bucket(
 ) -> BucketPlan:
     offsets, filled = [], 0
     for index in members:
-        offsets.append(_round_up(filled, alignment))
+        offsets.append(round_up(filled, alignment))
         filled = offsets[-1] + numels[index]
     return BucketPlan(
         members=tuple(members),
@@ -246,7 +235,7 @@ def _whole_bucket(
     for index in sorted(members, key=lambda index: (-numels[index], index)):
         rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
         location[index] = (rank, loads[rank])
-        loads[rank] += _round_up(numels[index], alignment)
+        loads[rank] += round_up(numels[index], alignment)
         totals[rank] += numels[index]
     chunk = max(loads)
     return BucketPlan(
@@ -474,19 +463,6 @@ def check_gradient(grad: Tensor | None, name: str) -> None:
         )
 
 
-def flat_gradient(param: Tensor, name: str) -> Tensor | None:
-    """The gradient as a vector in its parameter's own memory order, or None.
-
-    No copy, except of a gradient whose strides differ from its parameter's.
-
-    Raises:
-        ValueError: for a sparse gradient.
-    """
-    grad = param.grad
-    check_gradient(grad, name)
-    return None if grad is None else in_memory_order(grad, param)
-
-
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor`` as a vector in the memory order of ``like``, which has the same shape.
 
@@ -558,6 +534,24 @@ class Place:
         return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Row:
+    """One tensor of a training run's state: where its elements lie, and this rank's of them."""
+
+    place: Place
+    tensor: Tensor
+
+    @property
+    def flat(self) -> Tensor:
+        """This rank's elements, as a vector."""
+        return self.place.flat(self.tensor)
+
+    @property
+    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
+        return self.tensor.dtype, tuple(self.place.size), *self.place.span
+
+
 def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
     """Where a tensor lies that every rank holds whole."""
     numel, size = tensor.numel(), tensor.size()
@@ -598,10 +592,7 @@ class Placement:
         ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
-            and begins with smaller ones.
-
-    Raises:
-        ValueError: for an unknown partition, or a size that is not positive and finite.
+            and begins with smaller ones. See ``check_placement``.
 
     Attributes:
         bucket_size_mb: as given.
@@ -616,7 +607,6 @@ class Placement:
         partition: Partition,
         bucket_size_mb: float | None,
     ) -> None:
-        check_placement(partition, bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
@@ -636,7 +626,17 @@ class Placement:
         for (dtype, _), members in kinds.items():
             for plan in self._plan([params[index].numel() for index in members], dtype):
                 chosen = [members[position] for position in plan.members]
-                added.append(self._bucket(groups, chosen, plan))
+                added.append(
+                    Bucket(
+                        [params[index] for index in chosen],
+                        indices=chosen,
+                        names=[name_of(groups, index) for index in chosen],
+                        plan=plan,
+                        shaped=self._partition == "whole",
+                        communication=self._communication,
+                        ranks=self._ranks,
+                    )
+                )
         self.buckets += added
         return added
 
@@ -662,16 +662,4 @@ class Placement:
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,
             alignment=max(1, ALIGNMENT_BYTES // dtype.itemsize),
-        )
-
-    def _bucket(self, groups: Groups, indices: Sequence[int], plan: BucketPlan) -> Bucket:
-        params = all_params(groups)
-        return Bucket(
-            [params[index] for index in indices],
-            indices=indices,
-            names=[name_of(groups, index) for index in indices],
-            plan=plan,
-            shaped=self._partition == "whole",
-            communication=self._communication,
-            ranks=self._ranks,
         )

@@ -26,16 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks
+from ddp_lite.ranks import Ranks, start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_layout import Bucket, check_gradient
-from shard_optim.communication import Communication, start_all_reduce
+from shard_optim.communication import Communication
 from shard_optim.refused_gradient import StandIn, gradient_of
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
 # buckets may always be in flight.
 MAX_BYTES_IN_FLIGHT = 1024**3
+
+_FLAGS = "the exchange of which parameters have gradients"
 
 
 @dataclass(eq=False)
@@ -119,7 +121,6 @@ class GradientReducer:
         self._was_paused = False  # since the last step
         self._dropped = False  # reduced gradients, and no backward since
         self._flags: tuple[Tensor, dist.Work | None] | None = None
-        self._ones: Tensor | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Hooks the parameters of new buckets; their place is at the end of the launch order."""
@@ -231,49 +232,40 @@ class GradientReducer:
         for reduction in self._reductions:
             for param, name in zip(reduction.bucket.params, reduction.bucket.names, strict=True):
                 if gradient_of(param) is not None:
-                    raise RuntimeError(self._left_over(name))
-
-    def _left_over(self, name: str) -> str:
-        if self._was_paused:
-            return (
-                f"all gradients must be reduced before a step, but {name} has one that was "
-                "accumulated after the last reduction. Leave the last backward before a step out "
-                "of no_sync()"
-            )
-        return (
-            f"gradients must be averaged once, but {name} has one again after its reduction. If "
-            "the model is in a data-parallel wrapper, use the model without it, or leave out "
-            "reduce_gradients=True"
-        )
+                    raise RuntimeError(
+                        f"all gradients must be reduced before a step, but {name} has one that was "
+                        "accumulated after the last reduction. Leave the last backward before a "
+                        "step out of no_sync()"
+                        if self._was_paused
+                        else f"gradients must be averaged once, but {name} has one again after its "
+                        "reduction. If the model is in a data-parallel wrapper, use the model "
+                        "without it, or leave out reduce_gradients=True"
+                    )
 
     @property
     def active(self) -> bool:
         """Whether gradients have arrived that no pass has covered yet."""
         return any(reduction.arrived for reduction in self._reductions)
 
+    @property
+    def _all_present(self) -> bool:
+        return all(len(reduction.present) == reduction.size for reduction in self._reductions)
+
     def _exchange_flags(self) -> None:
         """Shares which parameters had a gradient; only a rank that lacked one reads the answer."""
-        if any(len(reduction.present) < reduction.size for reduction in self._reductions):
-            device = self._reductions[0].bucket.device
+        device = self._reductions[0].bucket.device
+        if self._all_present:  # needs no copy from the host
+            count = sum(reduction.size for reduction in self._reductions)
+            flags = torch.ones(count, dtype=torch.uint8, device=device)
+        else:
             present = [p in r.present for r in self._reductions for p in range(r.size)]
             flags = torch.tensor(present, dtype=torch.uint8, device=device)
-        else:
-            flags = self._all_present()
         work = None
         if self._ranks.size > 1:
-            what = "the exchange of which parameters have gradients"
             work = self._ranks.together(
-                what, start_all_reduce, flags, self._ranks.communicator, dist.ReduceOp.MAX
+                _FLAGS, start_all_reduce, self._ranks.communicator, flags, dist.ReduceOp.MAX
             )
         self._flags = (flags, work)
-
-    def _all_present(self) -> Tensor:
-        """Ones, shape (parameters,): always the same tensor, which a maximum leaves as it is."""
-        count = sum(reduction.size for reduction in self._reductions)
-        if self._ones is None or self._ones.numel() != count:
-            device = self._reductions[0].bucket.device
-            self._ones = torch.ones(count, dtype=torch.uint8, device=device)
-        return self._ones
 
     def slices(self) -> dict[Bucket, Tensor]:
         """After ``finish``: this rank's range of each bucket's averaged gradients."""
@@ -288,21 +280,14 @@ class GradientReducer:
 
         Finding them waits for the device, so only a rank that lacked a gradient looks.
         """
-        used = self._used()
-        if used is None:
+        if self._all_present:
             return frozenset()
-        numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
-        return frozenset(index for index, flag in zip(numbers, used, strict=True) if not flag)
-
-    def _used(self) -> list[int] | None:
-        """Whether each parameter had a gradient on any rank; None if this rank had all."""
-        if all(len(reduction.present) == reduction.size for reduction in self._reductions):
-            return None
         assert self._flags is not None
         flags, work = self._flags
         if work is not None:
-            self._ranks.call("the exchange of which parameters have gradients", work.wait)
-        return [int(flag) for flag in flags.tolist()]
+            self._ranks.call(_FLAGS, work.wait)
+        numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
+        return frozenset(n for n, flag in zip(numbers, flags.tolist(), strict=True) if not flag)
 
     def drop(self) -> None:
         """Forgets all gradients reduced since the last step, because the user does."""

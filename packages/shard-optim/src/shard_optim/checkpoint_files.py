@@ -23,7 +23,6 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,17 +31,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.ranks import Ranks
+from shard_optim.bucket_layout import Row
 from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import all_gather_values, decode, encode
 from shard_optim.mesh import Mesh
 from shard_optim.stored_tensor import (
+    Contents,
     Part,
     StoredTensor,
     check_tensors,
     coverage,
     damaged,
     dtype_named,
+    read_checksummed,
     read_elements,
     read_small,
 )
@@ -51,47 +53,12 @@ METADATA = ".metadata"  # written last, and moved into place: its presence means
 CONTENTS = "contents.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The description of a checkpoint.
-
-    Attributes:
-        tensors: by key.
-        values: everything small, by key.
-        identity: the same for two ranks exactly if they have read the same description.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
-    identity: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """A rank's part of a tensor that is to be written.
-
-    Attributes:
-        values: the elements, one-dimensional.
-        first: place of the first of them in the whole tensor's memory order.
-        shape: of the whole tensor.
-    """
-
-    values: Tensor
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-        """What the other ranks are told: dtype, shape of the whole, first element, their number."""
-        return self.values.dtype, self.shape, self.first, self.values.numel()
-
-
 # --- writing ---------------------------------------------------------------------------------
 
 
 def write_folder(
     folder: str | Path,
-    ranges: Mapping[str, Range],
+    rows: Mapping[str, Row],
     values: Mapping[str, Any],
     ranks: Ranks,
     group: dist.ProcessGroup | None = None,
@@ -100,8 +67,8 @@ def write_folder(
 
     Args:
         folder: the same on every rank. It must not hold a checkpoint.
-        ranges: this rank's parts of tensors, by key; together, the ranks give each tensor once.
-        values: what ``exchange.encode`` accepts, by key. The first rank that gives a key counts.
+        rows: this rank's parts of tensors, by key; together, the ranks give each tensor once.
+        values: what ``encode`` accepts, by key. The first rank that gives a key counts.
         ranks: that hold the state.
         group: the ranks that write, if these are others.
 
@@ -116,14 +83,12 @@ def write_folder(
     folder = Path(folder)
 
     def prepare() -> Any:
-        described = {key: part.described for key, part in ranges.items()}
-        encoded = {key: encode(value) for key, value in values.items()}  # refuses other objects
         folder.mkdir(parents=True, exist_ok=True)
-        return described, encoded
+        return {key: row.described for key, row in rows.items()}, values
 
     prepared = all_ranks(prepare)
-    all_ranks(lambda: check_plans([described for described, _ in prepared]))
-    written = all_ranks(lambda: write_file(folder, rank, ranges))
+    check_plans([described for described, _ in prepared])
+    written = all_ranks(lambda: write_file(folder, rank, rows))
 
     def finish() -> None:
         tensors: dict[str, StoredTensor] = {}
@@ -135,8 +100,8 @@ def write_folder(
                 parts.sort(key=lambda part: part.first)
                 tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=tuple(parts))
         merged: dict[str, Any] = {}
-        for _, encoded in prepared:
-            merged = encoded | merged
+        for _, given in prepared:
+            merged = given | merged
         _write_descriptions(folder, tensors, merged)
 
     all_ranks(lambda: finish() if rank == 0 else None)
@@ -168,10 +133,10 @@ def check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Checksummed:
-    """A file that is being written, and the place and CRC-32 of what was written last."""
+    """A file that is being written, and the CRC-32 of what has been written through this object."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self.flush, self._file = file.flush, file
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
@@ -179,12 +144,8 @@ class _Checksummed:
         self.crc32 = zlib.crc32(data, self.crc32)
         return self._file.write(data)
 
-    def flush(self) -> None:
-        """Passes what was written to the operating system."""
-        self._file.flush()
 
-
-def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str, dict[str, Any]]:
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
     """Writes one rank's file.
 
     Returns:
@@ -192,19 +153,14 @@ def write_file(folder: Path, rank: int, ranges: Mapping[str, Range]) -> dict[str
     """
     name, places = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
-        for key, part in ranges.items():
-            if not part.values.numel():
+        for key, row in rows.items():
+            if not row.place.span[1]:
                 continue
             stream, offset = _Checksummed(file), file.tell()
             # A copy, because torch.save would write everything that shares its memory.
-            torch.save(part.values.detach().to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
-            length = file.tell() - offset
-            places[key] = {
-                "file": name,
-                "offset": offset,
-                "length": length,
-                "crc32": stream.crc32,
-            }
+            torch.save(row.flat.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
+            place = {"file": name, "offset": offset, "length": file.tell() - offset}
+            places[key] = place | {"crc32": stream.crc32}
         file.flush()
         os.fsync(file.fileno())
     return places
@@ -225,7 +181,7 @@ def _write_descriptions(
             }
             for key, tensor in tensors.items()
         },
-        "values": values,
+        "values": {key: encode(value) for key, value in values.items()},
     }
     line = json.dumps(content)
     _write_durably(folder / CONTENTS, f"{line}\n{zlib.crc32(line.encode())}\n".encode())
@@ -308,37 +264,30 @@ def _read_description(folder: Path) -> Contents:
             "earlier one"
         )
     if not os.path.lexists(folder / CONTENTS):
-        tensors, values, identity = read_dcp_description(folder)
-        contents = Contents(tensors=tensors, values=values, identity=identity)
+        contents = read_dcp_description(folder)
     else:
-        data, metadata = read_small(folder / CONTENTS), read_small(folder / METADATA)
+        content, data = read_checksummed(folder / CONTENTS)
+        metadata = read_small(folder / METADATA)
         try:
-            contents, crc32 = _parsed(data)
+            contents = Contents(
+                tensors={
+                    key: StoredTensor(
+                        dtype=dtype_named(entry["dtype"]),
+                        shape=tuple(entry["shape"]),
+                        parts=tuple(Part(**part) for part in entry["parts"]),
+                    )
+                    for key, entry in content["tensors"].items()
+                },
+                values={key: decode(value) for key, value in content["values"].items()},
+                identity=hashlib.sha256(data).hexdigest(),
+            )
+            expected = content["metadata_crc32"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(folder / CONTENTS, error) from error
-        if crc32 != zlib.crc32(metadata):
+        if expected != zlib.crc32(metadata):
             raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
-
-
-def _parsed(data: bytes) -> tuple[Contents, int]:
-    line, own = data.decode().splitlines()
-    if zlib.crc32(line.encode()) != int(own):
-        raise ValueError("its checksum differs")
-    content = json.loads(line)
-    tensors = {
-        key: StoredTensor(
-            dtype=dtype_named(entry["dtype"]),
-            shape=tuple(entry["shape"]),
-            parts=tuple(Part(**part) for part in entry["parts"]),
-        )
-        for key, entry in content["tensors"].items()
-    }
-    values = {key: decode(value) for key, value in content["values"].items()}
-    identity = hashlib.sha256(data).hexdigest()
-    contents = Contents(tensors=tensors, values=values, identity=identity)
-    return contents, content["metadata_crc32"]
 
 
 def read_ranges(
@@ -393,7 +342,7 @@ def together(
     Args:
         what: the call, in words.
         ranks: that make it.
-        call: returns what ``exchange.encode`` accepts.
+        call: returns what ``encode`` accepts.
         group: the ranks that make it, if these are others.
     """
     kind, problem, value = "", None, None

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
     AllgatherOptions,
-    AllreduceOptions,
     AllToAllOptions,
     ReduceScatterOptions,
 )
 
 from ddp_lite.errors import PeerFailureError
-from ddp_lite.ranks import Ranks, all_reduce, backend_for
+from ddp_lite.ranks import Ranks, all_reduce, asynchronous, backend_for
 from ddp_lite.reduce import Reduction, Waitable
 
 _NO_RANGE = nullcontext()
@@ -43,29 +42,16 @@ def traced(what: str, unit: str) -> AbstractContextManager[object]:
 
 
 def reduce_scatter(output: Tensor, flat: Tensor, communicator: Any) -> dist.Work:
-    """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets its n elements.
-
-    The communicator's own method, here and below: the functions of ``torch.distributed`` check
-    their arguments again at every call.
-    """
-    options = ReduceScatterOptions()
-    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-    options.asyncOp = True
+    """Starts averaging ``flat``, shape (world_size * n,), of which each rank gets n elements."""
+    options = asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
     work: dist.Work = communicator._reduce_scatter_base(output, flat, options)
     return work
 
 
 def all_gather(flat: Tensor, owned: Tensor, communicator: Any) -> dist.Work:
     """Starts filling ``flat``, shape (world_size * n,), with each rank's n elements."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    work: dist.Work = communicator._allgather_base(flat, owned, options)
+    work: dist.Work = communicator._allgather_base(flat, owned, asynchronous(AllgatherOptions()))
     return work
-
-
-def as_sent(values: Tensor) -> Tensor:
-    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def all_to_all(
@@ -76,12 +62,15 @@ def all_to_all(
     communicator: Any,
 ) -> dist.Work:
     """Starts sending each rank its part of ``sent``; ``received`` gets one part of every rank's."""
-    options = AllToAllOptions()
-    options.asyncOp = True
     work: dist.Work = communicator.alltoall_base(
-        received, sent, received_sizes, sent_sizes, options
+        received, sent, received_sizes, sent_sizes, asynchronous(AllToAllOptions())
     )
     return work
+
+
+def as_sent(values: Tensor) -> Tensor:
+    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
+    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 class Communication(Protocol):
@@ -127,9 +116,7 @@ class GroupCollectives:
         """Starts averaging each input, of which each rank gets its range."""
         if self._one_by_one or len(inputs) == 1:
             return self._each(reduce_scatter, outputs, inputs)
-        options = ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        options.asyncOp = True
+        options = asynchronous(ReduceScatterOptions(), dist.ReduceOp.AVG)
         work: Waitable = self._ranks.communicator.reduce_scatter_tensor_coalesced(
             list(outputs), list(inputs), options
         )
@@ -139,10 +126,8 @@ class GroupCollectives:
         """Starts filling each whole with every rank's part of it."""
         if self._one_by_one or len(wholes) == 1:
             return self._each(all_gather, wholes, parts)
-        options = AllgatherOptions()
-        options.asyncOp = True
         work: Waitable = self._ranks.communicator.allgather_into_tensor_coalesced(
-            list(wholes), list(parts), options
+            list(wholes), list(parts), asynchronous(AllgatherOptions())
         )
         return work
 
@@ -184,20 +169,9 @@ def resolve_communication(
     return communication
 
 
-def start_all_reduce(
-    values: Tensor, communicator: Any, operation: dist.ReduceOp.RedOpType
-) -> dist.Work:
-    """Starts reducing each element of ``values`` over all ranks, in place."""
-    options = AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(operation)
-    options.asyncOp = True
-    work: dist.Work = communicator.allreduce([values], options)
-    return work
-
-
-# Norms of equal tensors differ only where ranks run different hardware; those of gradients of
-# different batches differ in the first digits.
-_WEIGHTS_TOLERANCE, _GRADIENTS_TOLERANCE = 1e-5, 1e-3
+# Relative, of the norms of weights and of gradients. Norms of equal tensors differ only where ranks
+# run different hardware; those of gradients of different batches differ in the first digits.
+_TOLERANCES = (1e-5, 1e-3)
 
 
 def check_first_step(
@@ -236,15 +210,25 @@ def check_first_step(
     words = "the comparison of the first step"
     ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
-    spread, scale = largest - smallest, largest.abs()
-    for row, (tolerance, describe) in enumerate(
-        [(_WEIGHTS_TOLERANCE, _weights), (_GRADIENTS_TOLERANCE, _gradients)][: len(own)]
-    ):
-        differs = (spread[row] > tolerance * scale[row]).nonzero()
-        if differs.numel():
-            column = int(differs[0])
-            low, high = float(smallest[row, column]), float(largest[row, column])
-            raise RuntimeError(describe(name_of(numbers[column]), low, high))
+    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=own.dtype, device=device)
+    differing = (largest - smallest > tolerance.unsqueeze(1) * largest.abs()).nonzero()
+    if not differing.numel():
+        return
+    row, column = differing[0].tolist()
+    name, low, high = name_of(numbers[column]), smallest[row, column], largest[row, column]
+    span = f"between {low:.6g} and {high:.6g} over the ranks"
+    if row == 0:
+        raise RuntimeError(
+            "every rank must start from the same weights, but at the first step the norm of "
+            f"{name} is {span}. Initialise with the same seed on every rank, or broadcast rank 0's "
+            "weights before the optimizer is constructed"
+        )
+    difference = "it has none on some ranks" if low == -1 else f"its norm is {span}"
+    raise RuntimeError(
+        "gradients must have been averaged over the ranks before the step, but at the first step "
+        f"that of {name} differs: {difference}. Put the model into a data-parallel wrapper that "
+        "averages gradients, or let this optimizer average them with reduce_gradients=True"
+    )
 
 
 def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
@@ -252,31 +236,12 @@ def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     norms = [
         torch.tensor(-1.0, device=device)
         if tensor is None
-        else torch.linalg.vector_norm(tensor, dtype=_wide(tensor)).to(device)
+        else torch.linalg.vector_norm(
+            tensor,
+            dtype=torch.promote_types(
+                tensor.dtype, torch.complex64 if tensor.is_complex() else torch.float32
+            ),
+        ).to(device)
         for tensor in tensors
     ]
     return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    narrow = torch.complex64 if tensor.is_complex() else torch.float32
-    return torch.promote_types(tensor.dtype, narrow)
-
-
-def _weights(name: str, low: float, high: float) -> str:
-    return (
-        "every rank must start from the same weights, but at the first step the norm of "
-        f"{name} is between {low:.6g} and {high:.6g} over the ranks. Initialise with the same seed "
-        "on every rank, or broadcast rank 0's weights before the optimizer is constructed"
-    )
-
-
-def _gradients(name: str, low: float, high: float) -> str:
-    span = f"its norm is between {low:.6g} and {high:.6g} over the ranks"
-    if low == -1:
-        span = "it has none on some ranks"
-    return (
-        "gradients must have been averaged over the ranks before the step, but at the first step "
-        f"that of {name} differs: {span}. Put the model into a data-parallel wrapper that averages "
-        "gradients, or let this optimizer average them with reduce_gradients=True"
-    )

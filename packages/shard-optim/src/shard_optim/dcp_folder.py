@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import pickle
 import zipfile
 import zlib
@@ -20,11 +19,14 @@ from typing import Any
 import torch
 
 from shard_optim.stored_tensor import (
+    Contents,
     Part,
     StoredTensor,
     damaged,
     dtype_named,
+    from_bytes,
     open_regular,
+    read_checksummed,
     read_small,
 )
 
@@ -84,11 +86,6 @@ def read_pickle(data: bytes) -> Any:
     return _PlainUnpickler(io.BytesIO(data)).load()
 
 
-def _attributes(made: Any) -> dict[str, Any]:
-    """The attributes of an object, by name."""
-    return dict(made.state)
-
-
 def _dtype(named: type[Made]) -> torch.dtype:
     """The dtype that a pickle names."""
     return dtype_named(named.name.removeprefix("torch."))
@@ -101,26 +98,18 @@ def _sizes(made: Made) -> tuple[int, ...]:
     return tuple(made.args[0])
 
 
-def read_dcp_description(
-    folder: Path,
-) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
-    """Tensors and small values by key, and the identity of such a folder.
+def read_dcp_description(folder: Path) -> Contents:
+    """The description of such a folder.
 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: if a file is damaged.
     """
-    metadata, checksums = folder / ".metadata", folder / CHECKSUMS
-    data, lines = read_small(metadata), read_small(checksums)
+    metadata = folder / ".metadata"
+    data = read_small(metadata)
+    checksums, lines = read_checksummed(folder / CHECKSUMS)
     try:
-        line, own = lines.decode().splitlines()
-        if zlib.crc32(line.encode()) != int(own):
-            raise ValueError("its checksum differs")
-        crc_of: dict[str, int] = json.loads(line)["items"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(checksums, error) from error
-    try:
-        tensors, places = _described(read_pickle(data), crc_of)
+        tensors, places = _described(read_pickle(data), checksums["items"])
     except Exception as error:  # damaged instructions can make anything of the stack
         raise damaged(metadata, error) from error
     values = {}
@@ -137,19 +126,19 @@ def read_dcp_description(
             values[key] = _saved_value(saved)
         except Exception as error:
             raise damaged(path, f"{key}: {error}") from error
-    return tensors, values, hashlib.sha256(data + lines).hexdigest()
+    identity = hashlib.sha256(data + lines).hexdigest()
+    return Contents(tensors=tensors, values=values, identity=identity)
 
 
 def _described(
     metadata: Any, crc_of: Mapping[str, int]
 ) -> tuple[dict[str, StoredTensor], dict[str, Part]]:
     """The tensors, and where the small values are, by key."""
-    top = _attributes(metadata)
+    top = metadata.state
     stored_at: dict[tuple[str, tuple[int, ...] | None], dict[str, Any]] = {}
     for index, info in top["storage_data"].items():
-        place = _attributes(index)
-        offset = _sizes(place["offset"]) if place.get("offset") else None
-        stored_at[place["fqn"], offset] = _attributes(info)
+        offset = _sizes(index.state["offset"]) if index.state.get("offset") else None
+        stored_at[index.state["fqn"], offset] = info.state
 
     def part_of(key: str, offsets: tuple[int, ...] | None, first: int, count: int) -> Part:
         info = stored_at[key, offsets]
@@ -167,18 +156,16 @@ def _described(
         if entry.name.endswith("BytesStorageMetadata"):
             places[key] = part_of(key, None, 0, 0)
             continue
-        fields = _attributes(entry)
         parts = []
-        for chunk in fields["chunks"]:
-            offsets = _sizes(_attributes(chunk)["offsets"])
-            sizes = _sizes(_attributes(chunk)["sizes"])
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"])
             if len(sizes) != 1 and any(offsets):
                 raise ValueError(f"{key} is stored in blocks")
             first = offsets[0] if len(offsets) == 1 else 0
             parts.append(part_of(key, offsets, first, torch.Size(sizes).numel()))
         tensors[key] = StoredTensor(
-            dtype=_dtype(fields["properties"].state[0]),
-            shape=_sizes(fields["size"]),
+            dtype=_dtype(entry.state["properties"].state[0]),
+            shape=_sizes(entry.state["size"]),
             parts=tuple(sorted((p for p in parts if p.count), key=lambda part: part.first)),
         )
     return tensors, places
@@ -209,11 +196,7 @@ def _saved_value(saved: bytes) -> Any:
         if value.name == "torch._utils._rebuild_tensor_v2":
             storage, offset, size, stride, *_ = value.args
             _, kind, key, *_ = storage.args
-            data = bytearray(entry(f"data/{key}"))
-            dtype = _dtype_of_storage(kind.name)
-            flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else None
-            if flat is None:
-                return torch.empty(size, dtype=dtype, device="cpu")
+            flat = from_bytes(bytearray(entry(f"data/{key}")), _dtype_of_storage(kind.name))
             return flat.as_strided(size, stride, offset).clone()
         raise ValueError(f"it names {value.name}")
 

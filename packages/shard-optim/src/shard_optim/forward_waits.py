@@ -7,7 +7,6 @@ for everything inside it: a wait in the middle would cut its graph in two.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shard_optim.bucket_layout import Bucket
+from shard_optim.fully_sharded.unit_plan import is_compiled
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,23 +104,17 @@ class ForwardWaits:
             for key in map(id, owner.parameters(recurse=False)):
                 if key in bucket_of:
                     if reader not in self._calls:
-                        self._calls[reader] = self._wait_before(reader)
+                        # Around the call, where ``module.compile()`` puts its own, and not in a
+                        # hook: a hook would become part of a compiled module's graph, or be left
+                        # out of one made without it, and it costs several times as much.
+                        own = reader._compiled_call_impl or reader._call_impl
+                        waiting = WaitingCall(waits=self, call=own, compiled=_is_compiled(reader))
+                        reader.__dict__["_compiled_call_impl"] = waiting  # not copied or pickled
+                        self._calls[reader] = waiting
                     call = self._calls[reader]
                     call.keys.add(key)
                     if bucket_of[key] not in call.buckets:
                         call.buckets.append(bucket_of[key])
-
-    def _wait_before(self, module: nn.Module) -> WaitingCall:
-        """Makes every call of the module wait first.
-
-        Around the call, where ``module.compile()`` puts its own, and not in a hook: a hook would
-        become part of a compiled module's graph, or be left out of one made without it, and it
-        costs several times as much.
-        """
-        own = module._compiled_call_impl or module._call_impl
-        call = WaitingCall(waits=self, call=own, compiled=_is_compiled(module))
-        module.__dict__["_compiled_call_impl"] = call  # left out of copies and pickles
-        return call
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
@@ -181,9 +175,5 @@ def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` or ``torch.compile(module)`` made it so."""
     call = module._compiled_call_impl
-    if isinstance(call, WaitingCall):
-        return call.compiled
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported just to find out
-    return call is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
+    return call.compiled if isinstance(call, WaitingCall) else is_compiled(module)

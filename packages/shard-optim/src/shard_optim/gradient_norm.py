@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, all_reduce
+from shard_optim.optimizer_class import all_params
 from shard_optim.origin import shard_ranks_of
 
 
@@ -97,15 +98,6 @@ def clip_sharded_(
     return total
 
 
-@runtime_checkable
-class _HoldsGradientShards(Protocol):
-    """An optimizer that keeps the gradients which its step will use: ``ShardedOptimizer``."""
-
-    ranks: Ranks
-
-    def local_gradients(self) -> list[Tensor]: ...
-
-
 class ShardedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients: all ranks skip a step, or none does.
 
@@ -123,34 +115,28 @@ class ShardedGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        if not isinstance(optimizer, _HoldsGradientShards):
-            with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own search
-                per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
-                    optimizer, inv_scale, found_inf, allow_fp16
-                )
-            ranks = shard_ranks_of(optimizer)
-            if ranks is None:
-                return per_device
-            for local in per_device.values():
-                found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
-            self._share(found_inf, ranks)
-            return {found_inf.device: found_inf}
-        grads = optimizer.local_gradients()
+        ranks: Ranks | None = getattr(optimizer, "ranks", None)
+        if ranks is not None and hasattr(optimizer, "local_gradients"):  # a ShardedOptimizer
+            grads = optimizer.local_gradients()
+        else:
+            ranks, params = shard_ranks_of(optimizer), all_params(optimizer.param_groups)
+            grads = [param.grad for param in params if param.grad is not None]
+        if ranks is None:
+            found: dict[torch.device, Tensor] = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
+            return found
         if not allow_fp16 and any(grad.dtype == torch.float16 for grad in grads):
             raise ValueError(
                 "gradients must be wider than fp16 to be unscaled, but some are fp16. Keep fp32 "
                 "parameters under autocast, or pass master_dtype=torch.float32."
             )
-        for device in sorted({grad.device for grad in grads}, key=str):
-            here = [grad for grad in grads if grad.device == device]
+        for device, dtype in sorted({(grad.device, grad.dtype) for grad in grads}, key=str):
+            here = [grad for grad in grads if (grad.device, grad.dtype) == (device, dtype)]
             local = found_inf.to(device)
-            torch._amp_foreach_non_finite_check_and_unscale_(here, local, inv_scale.to(device))
+            with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own search
+                torch._amp_foreach_non_finite_check_and_unscale_(here, local, inv_scale.to(device))
             found_inf.copy_(torch.maximum(found_inf, local.to(found_inf.device)))
-        self._share(found_inf, optimizer.ranks)
-        return {found_inf.device: found_inf}
-
-    @staticmethod
-    def _share(found_inf: Tensor, ranks: Ranks) -> None:
-        """Makes it the maximum over all ranks."""
         words = "the exchange of whether gradients are finite"
         ranks.together(words, all_reduce, ranks.communicator, found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_lite.ranks import Ranks, all_gather_json
+from shard_optim.stored_tensor import from_bytes
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -118,10 +119,7 @@ def decode(value: Any) -> Any:
         return value
     if "tensor" in value:
         data = bytearray(base64.b64decode(value["tensor"]))
-        dtype, shape = decode(value["dtype"]), value["shape"]
-        if not data:  # frombuffer refuses an empty one
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
+        return from_bytes(data, decode(value["dtype"])).view(value["shape"])
     if "torch" in value:
         constant = getattr(torch, value["torch"])
         if not isinstance(constant, _CONSTANTS):

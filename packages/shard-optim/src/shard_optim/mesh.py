@@ -25,6 +25,8 @@ from shard_optim.json_messages import all_gather_values, broadcast_value
 class Mesh:
     """The ranks that train one model or optimizer, which owns this. Collective to build.
 
+    Its collectives raise ``CollectiveError`` if a peer died or timed out.
+
     Args:
         shards: the group of ranks that together hold every parameter once.
         replicas: that of the ranks that hold the same shard as this one; None if there is no other.
@@ -70,39 +72,23 @@ class Mesh:
         return self.replicas is None or self.replicas.rank == 0
 
     def broadcast_to_replicas(self, what: str, values: Tensor) -> None:
-        """Overwrites a tensor with that of the first replica's rank that holds the same shard.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
+        """Overwrites a tensor with that of the first replica's rank that holds the same shard."""
         if self.replicas is not None:
             self.replicas.together(what, broadcast, self.replicas.control, as_sent(values))
 
     def broadcast(self, what: str, values: Tensor) -> None:
-        """Overwrites a tensor with the first rank's.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
+        """Overwrites a tensor with the first rank's."""
         for ranks in self.levels:
             ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value; see ``json_messages.py`` for what it may be.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
+        """The first rank's value; see ``json_messages.py`` for what it may be."""
         for ranks in self.levels:
             value = ranks.together(what, broadcast_value, value, ranks)
         return value
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ``everyone``; see ``json_messages.py``.
-
-        Raises:
-            CollectiveError: if a peer died or timed out.
-        """
+        """Every rank's value, in the order of ``everyone``; see ``json_messages.py``."""
         everyone: list[Any] = [value]
         for ranks in reversed(self.levels):
             gathered = ranks.together(what, all_gather_values, everyone, ranks.control)
@@ -145,36 +131,12 @@ class Mesh:
         self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
 
 
-def resolve_mesh(
-    process_group: dist.ProcessGroup | DeviceMesh | None, *, device: torch.device, owner: str
-) -> Mesh:
+def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mesh:
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
     Raises:
-        RuntimeError: if there is neither.
-        ValueError: for a group without this rank.
-    """
-    before = f"a {owner} is made"
-    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        group = resolve_group(process_group, before=before)
-        ranks = dist.get_process_group_ranks(group)
-        return Mesh(group, None, ranks, device=device, owner=owner)
-    resolve_group(None, before=before)
-    shards, replicas = process_group.get_group(1), process_group.get_group(0)
-    return Mesh(
-        shards,
-        None if replicas.size() == 1 else replicas,
-        process_group.mesh.flatten().tolist(),
-        device=device,
-        owner=owner,
-    )
-
-
-def check_group(process_group: Any) -> None:
-    """Refuses what is neither a group nor a mesh of one or two dimensions.
-
-    Raises:
-        TypeError: if it is something else.
+        RuntimeError: if there is no process group.
+        TypeError: if ``process_group`` is something else, such as a group without this rank.
         ValueError: for a mesh of more dimensions.
     """
     if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
@@ -189,3 +151,17 @@ def check_group(process_group: Any) -> None:
             f"first and shard over the second, but got {process_group.ndim} dimensions. Pass a "
             "part of the mesh."
         )
+    before = f"a {owner} is made"
+    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
+        group = resolve_group(process_group, before=before)
+        ranks = dist.get_process_group_ranks(group)
+        return Mesh(group, None, ranks, device=device, owner=owner)
+    resolve_group(None, before=before)
+    shards, replicas = process_group.get_group(1), process_group.get_group(0)
+    return Mesh(
+        shards,
+        None if replicas.size() == 1 else replicas,
+        process_group.mesh.flatten().tolist(),
+        device=device,
+        owner=owner,
+    )

@@ -14,25 +14,24 @@ somebody reads the state. On a CPU the same code copies between ordinary memory,
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shard_optim.bucket_layout import MIB
 from shard_optim.optimizer_class import as_groups, default_settings, settings_of
-from shard_optim.optimizer_trial import check_class
-
-MIB = 1024**2
 
 
 class OffloadedOptimizer(Optimizer):
     """Wraps ``optimizer_cls`` so that its state rests in host memory between steps.
 
-    For parameters on one device: ``ShardedOptimizer(offload_state=True)`` updates its shards by it.
-    The result is that of ``optimizer_cls`` bit for bit, and so are state dicts and checkpoints.
-    Only state with more than one element travels; counts of steps stay where the class keeps them.
+    For parameters on one device: ``ShardedOptimizer(offload_state=True)`` updates its shards by it,
+    after ``check_offload``. The result is that of ``optimizer_cls`` bit for bit, and so are state
+    dicts and checkpoints. Only state with more than one element travels; counts of steps stay where
+    the class keeps them.
 
     Args:
         params: as for any optimizer.
@@ -42,8 +41,7 @@ class OffloadedOptimizer(Optimizer):
         kwargs: for the class.
 
     Raises:
-        ValueError: for a class that looks at all parameters together, for ``capturable=True``, or
-            if parameters are on several devices.
+        ValueError: if parameters are on several devices.
     """
 
     def __init__(
@@ -54,9 +52,6 @@ class OffloadedOptimizer(Optimizer):
         chunk_size_mb: float = 64,
         **kwargs: Any,
     ) -> None:
-        check_offload(optimizer_cls, kwargs)
-        if not chunk_size_mb > 0:
-            raise ValueError(f"chunk_size_mb must be positive, but got {chunk_size_mb}. Pass 64.")
         groups = as_groups(params)
         self.optimizer_cls = optimizer_cls
         self._kwargs = kwargs
@@ -77,17 +72,8 @@ class OffloadedOptimizer(Optimizer):
     def state(self, state: defaultdict[Tensor, Any]) -> None:
         self._state = state
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Updates every parameter that has a gradient.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-            kwargs: passed to the wrapped class's ``step``.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; ``kwargs`` are for the class's ``step``."""
         changed = [settings_of(group) for group in self.param_groups]
         for chunk in self._chunks():
             members = [param for several in chunk for param in several]
@@ -111,7 +97,6 @@ class OffloadedOptimizer(Optimizer):
             self._copies.let_go(0)
         for group, settings in zip(self.param_groups, changed, strict=True):
             group.update(settings)
-        return loss
 
     def _update(
         self,
@@ -195,13 +180,12 @@ class OffloadedOptimizer(Optimizer):
         self._state, self.param_groups = self._inner.state, self._inner.param_groups
 
 
-def check_offload(optimizer_cls: type[Optimizer], kwargs: Mapping[str, Any]) -> None:
-    """Refuses what offloading cannot be combined with.
+def check_offload(kwargs: Mapping[str, Any]) -> None:
+    """Refuses what offloading cannot be combined with, beside what ``check_class`` refuses.
 
     Raises:
         ValueError: naming the remedy.
     """
-    check_class(optimizer_cls, kwargs)
     if kwargs.get("capturable"):
         raise ValueError(
             "capturable must be False where optimizer state is offloaded, but got True: a captured "

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ddp_lite.ranks import resolve_group
 from shard_optim.bucket_layout import (
     Bucket,
-    Place,
     Placement,
     check_gradient,
     check_layout,
@@ -40,6 +39,7 @@ from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import Mesh
 from shard_optim.offload import OffloadedOptimizer, check_offload
 from shard_optim.optimizer_class import (
+    Groups,
     Partition,
     all_params,
     as_groups,
@@ -49,18 +49,18 @@ from shard_optim.optimizer_class import (
     pack_groups,
     settings_of,
 )
+from shard_optim.optimizer_state import OptimizerState
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
-    check_parts,
+    check_loaded,
     describe,
     replaced,
     say_once,
     sharded_in,
     sharded_of,
 )
-from shard_optim.plain_state import check_full_state
-from shard_optim.shard_update import LocalOptimizer
+from shard_optim.shard_update import MASTER, LocalOptimizer
 
 Overlap = Literal["next-forward"]
 
@@ -150,12 +150,11 @@ class ShardedOptimizer(Optimizer):
             )
         check_class(optimizer_cls, kwargs)
         if offload_state:
-            check_offload(optimizer_cls, kwargs)
+            check_offload(kwargs)
         group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
-        self.offload_state = offload_state
-        self.class_arguments = kwargs
+        self._class_arguments = kwargs
         self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
         self._exposed_is_current = True
         self._constructed = False
@@ -166,7 +165,7 @@ class ShardedOptimizer(Optimizer):
         make: Callable[..., Optimizer] = optimizer_cls
         if offload_state:
             make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
-        self._local: LocalOptimizer | OwnShards = LocalOptimizer(
+        self.local: LocalOptimizer | OwnShards = LocalOptimizer(
             make,
             partition=partition,
             merge=reduce_gradients and partition == "flat",
@@ -195,17 +194,24 @@ class ShardedOptimizer(Optimizer):
                 owner="ShardedOptimizer",
             )
         else:
-            _refuse_options(
-                process_group=process_group,
-                bucket_size_mb=bucket_size_mb,
-                master_dtype=master_dtype,
-                reduce_gradients=reduce_gradients or None,
-                overlap=overlap,
-                communication=communication,
-            )
+            given = {
+                "process_group": process_group,
+                "bucket_size_mb": bucket_size_mb,
+                "master_dtype": master_dtype,
+                "reduce_gradients": reduce_gradients or None,
+                "overlap": overlap,
+                "communication": communication,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise ValueError(
+                        f"{name} must be left out over the parameters of a "
+                        "FullyShardedDataParallel, which averages, gathers and casts itself, but "
+                        f"got {value!r}. Pass it to the model, if it has such an argument."
+                    )
             self.mesh = over.ranks
             update = OwnShards if partition == "flat" else WholeMatrices
-            self._local = update(self.param_groups, make, kwargs)
+            self.local = update(self.param_groups, make, kwargs)
         self.ranks = self.mesh.shards
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
@@ -224,27 +230,27 @@ class ShardedOptimizer(Optimizer):
         """The flat buffers that hold the trainable parameters."""
         return self._placement.buckets
 
-    @property
-    def local(self) -> LocalOptimizer | OwnShards:
-        """The optimizers over this rank's shards."""
-        return self._local
-
-    def places(self) -> list[Place | None]:
-        """Where the state of each parameter lies; None for a frozen one, which has no place yet."""
-        if isinstance(self._local, OwnShards):
-            return [self._local.place_of(param) for param in self.all_params()]
-        found = {
-            index: bucket.place(position)
-            for bucket in self.buckets
-            for position, index in enumerate(bucket.indices)
-        }
-        return [found.get(index) for index in range(len(self.all_params()))]
+    def own_state(self) -> OptimizerState:
+        """The table's rows of this optimizer (``optimizer_state.py``)."""
+        self.wait()
+        return OptimizerState(
+            self,
+            self.local,
+            optimizer_cls=self.optimizer_cls,
+            kwargs=self._class_arguments,
+            name_of=self.name_of,
+            install=self._install,
+        )
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
         if not self._exposed_is_current:
-            self._local.expose(self._exposed)
+            self._exposed.clear()
+            params = self.all_params()
+            for index, state in self.local.states().items():
+                if own := {key: value for key, value in state.items() if key != MASTER}:
+                    self._exposed[params[index]] = own
             self._exposed_is_current = True
         return self._exposed
 
@@ -274,8 +280,8 @@ class ShardedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group, first)
-            if self._constructed and isinstance(self._local, OwnShards):
-                self._local.add_group(group)
+            if self._constructed and isinstance(self.local, OwnShards):
+                self.local.add_group(group)
             elif self._constructed:
                 self._agree([group])
         except (ValueError, RuntimeError):
@@ -322,8 +328,8 @@ class ShardedOptimizer(Optimizer):
             self._reducer.add(added)
         if self._waits is not None:
             self._await(self._waits, added)
-        if isinstance(self._local, LocalOptimizer):
-            self._local.add(self.param_groups, added)
+        if isinstance(self.local, LocalOptimizer):
+            self.local.add(self.param_groups, added)
 
     # --- step ------------------------------------------------------------------------------
 
@@ -383,27 +389,22 @@ class ShardedOptimizer(Optimizer):
         # First, because a rank that lacks a gradient has launched fewer reductions so far.
         if self._reducer is not None:
             self._reducer.finish()
-        if not self._first_step_checked:
-            self._check_first_step()
         self.wait()
+        if not self._first_step_checked:
+            for index, param in enumerate(self.all_params() if self._reducer is None else ()):
+                check_gradient(param.grad, self.name_of(index))
+            check_first_step(
+                self.all_params(),
+                gradients=self._reducer is None,
+                name_of=self.name_of,
+                ranks=self.ranks,
+            )
+            self._first_step_checked = True
         if self._reducer is None:
             self.local.take_gradients()
-        elif isinstance(self._local, LocalOptimizer):
-            self._local.take_reduced(self._reducer.slices(), self._reducer.unused())
+        elif isinstance(self.local, LocalOptimizer):
+            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
         self._collected = True
-
-    def _check_first_step(self) -> None:
-        self.wait()
-        if self._reducer is None:
-            for index, param in enumerate(self.all_params()):
-                check_gradient(param.grad, self.name_of(index))
-        check_first_step(
-            self.all_params(),
-            gradients=self._reducer is None,
-            name_of=self.name_of,
-            ranks=self.ranks,
-        )
-        self._first_step_checked = True
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
@@ -527,11 +528,12 @@ class ShardedOptimizer(Optimizer):
             which says whose part it is (``origin.py``).
         """
         self.wait()
-        say_once(self, "optimizer", self.mesh)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        if states := self.local.states():  # trainers ask before the first step too
+            say_once(self, "optimizer", self.mesh)
         result: dict[str, Any] = {
-            "state": self.local.states(),
+            "state": states,
             "param_groups": pack_groups(self.param_groups),
             ORIGIN: self._origin(),
         }
@@ -560,65 +562,28 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        pair = given.get(ORIGIN), self._origin()
-        check_parts(self.mesh, [pair], self._state_problem(given))
-        self.install(given["state"], given["param_groups"])
+        state, problem = self.own_state(), None
+        moments: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        try:
+            moments, values = state.take_apart(given, whole=False)
+            problem = state.problem(dict.fromkeys(moments), values)
+        except ValueError as error:
+            problem = str(error)
+        check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
+        state.install(moments, values)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _held(self) -> list[tuple[int, Place]]:
-        """Number and place of each parameter whose state this rank keeps a part of."""
-        places = enumerate(self.places())
-        return [(index, place) for index, place in places if place is not None and place.held]
-
     def _origin(self) -> dict[str, Any]:
         """What of each parameter this rank owns, as which rank of how many, and when."""
-        return describe(
-            rank=self.rank,
-            world_size=self.world_size,
-            stage=3 if self._over_shards else 1 if self._reducer is None else 2,
-            version=f"{self.mesh.name}.{self._steps}",
-            spans={index: place.span for index, place in self._held()},
-        ) | {"partition": self.partition}
+        held = {index: place for index, place in self.local.places().items() if place.held}
+        stage = 3 if self._over_shards else 1 if self._reducer is None else 2
+        origin = describe(self.mesh, self._steps, held, stage=stage)
+        return origin | {"partition": self.partition}
 
-    def _state_problem(self, state_dict: Any) -> str | None:
-        """Why a state dict of this rank's shards does not fit; None if it does."""
-        return check_full_state(
-            state_dict,
-            self.param_groups,
-            optimizer_cls=self.optimizer_cls,
-            defaults=self.defaults,
-            kwargs=self.class_arguments,
-            shapes={index: place.form for index, place in self._held()},
-            partition=self.partition,
-            name_of=self.name_of,
-        )
-
-    def install(
-        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Replaces this rank's state and the hyperparameters, unchecked: the end of every load.
-
-        Args:
-            states: of each shard, by parameter number.
-            settings: of each group.
-        """
+    def _install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
         self._exposed_is_current = False
-
-
-def _refuse_options(**options: Any) -> None:
-    """Refuses what the parameters of a sharded model leave nothing to choose about.
-
-    Raises:
-        ValueError: naming the first option that was given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} must be left out over the parameters of a FullyShardedDataParallel, which "
-                f"averages, gathers and casts itself, but got {value!r}. Pass it to the model, if "
-                "it has such an argument."
-            )

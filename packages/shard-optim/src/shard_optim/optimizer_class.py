@@ -30,9 +30,8 @@ def state_keys(
     """
     if not optimizer_cls.__module__.startswith("torch.optim."):
         return None
-    settings = {key: group[key] for key in group if key not in ("params", "param_names")}
     # Flags that choose an implementation may need a GPU, and change no name.
-    settings |= {key: False for key in ("foreach", "fused", "capturable") if key in settings}
+    settings = without_flags(settings_of(group))
     param = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     optimizer = optimizer_cls([settings | {"params": [param]}], **without_flags(kwargs))
     param.grad = torch.ones_like(param)

@@ -81,16 +81,22 @@ def shard_ranks_of(optimizer: Optimizer) -> Ranks | None:
 
 
 def describe(
-    *, rank: int, world_size: int, stage: int, version: str, spans: Mapping[Any, tuple[int, int]]
+    ranks: Mesh, moment: int, places: Mapping[Any, Place], *, stage: int = 3
 ) -> dict[str, Any]:
-    """The origin of a part, as plain data."""
+    """The origin of this rank's part of tensors that lie at these places, as plain data."""
     return {
-        "rank": rank,
-        "world_size": world_size,
+        "rank": ranks.shards.rank,
+        "world_size": ranks.shards.size,
         "stage": stage,
-        "version": version,
-        "spans": dict(spans),
+        "version": f"{ranks.name}.{moment}",
+        "spans": {key: place.span for key, place in places.items() if not place.replicated},
     }
+
+
+def places_of(params: Iterable[tuple[Any, Tensor]]) -> dict[Any, Place]:
+    """Where those of these parameters lie, by their keys, that belong to a sharded model."""
+    found = ((key, sharded_of(param)) for key, param in params)
+    return {key: each.place for key, each in found if each is not None}
 
 
 def difference(given: Any, own: Mapping[str, Any]) -> str | None:
@@ -112,8 +118,12 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_parts(
-    ranks: Mesh, parts: Iterable[tuple[Any, Mapping[str, Any]]], problem: str | None = None
+def check_loaded(
+    ranks: Mesh,
+    parts: Iterable[tuple[Any, Mapping[str, Any]]] = (),
+    *,
+    problem: str | None = None,
+    version: str | None = None,
 ) -> None:
     """Compares the origins of what is loaded with this rank's own, and over the ranks. Collective.
 
@@ -121,47 +131,27 @@ def check_parts(
         ranks: that load.
         parts: pairs of the origin of what is loaded and of this rank's.
         problem: another reason why this rank may not load it, if there is one.
-
-    Raises:
-        ValueError: on every rank, as ``check_alike``.
-        CollectiveError: if a peer died or timed out.
-    """
-    found, version = None, None
-    for given, own in parts:
-        found = found or difference(given, own)
-        version = given.get("version") if isinstance(given, Mapping) else None
-    check_alike(ranks, found or problem, version)
-
-
-def check_alike(ranks: Mesh, problem: str | None, version: str | None) -> None:
-    """Raises on every rank if one of them may not load what it was given. Collective.
-
-    Args:
-        ranks: that load.
-        problem: why this rank may not, or None.
-        version: of what it loads; None if that is not known.
+        version: of what is loaded, if it is no part.
 
     Raises:
         ValueError: on every rank, naming the first rank whose state does not fit.
         CollectiveError: if a peer died or timed out.
     """
-    everyone = ranks.gather("the comparison of what the ranks load", (problem, version))
-    first: tuple[int, str] | None = None
+    found = None
+    for given, own in parts:
+        found = found or difference(given, own)
+        version = given.get("version") if isinstance(given, Mapping) else None
+    everyone = ranks.gather("the comparison of what the ranks load", (found or problem, version))
+    known = [(rank, version) for rank, (_, version) in enumerate(everyone) if version is not None]
     for rank, (problem, version) in enumerate(everyone):
-        if problem is not None:
-            raise ValueError(
-                "every rank must load its own part of the state of one moment, but on rank "
-                f"{rank} {problem}.\n{_REMEDY}"
-            )
-        if version is None:
+        text = f"on rank {rank} {problem}"
+        if problem is None and version not in (None, known[0][1]):
+            text = f"rank {rank} has got another moment's than rank {known[0][0]}"
+        elif problem is None:
             continue
-        if first is None:
-            first = rank, version
-        elif version != first[1]:
-            raise ValueError(
-                "every rank must load its own part of the state of one moment, but rank "
-                f"{rank} has got another moment's than rank {first[0]}.\n{_REMEDY}"
-            )
+        raise ValueError(
+            f"every rank must load its own part of the state of one moment, but {text}.\n{_REMEDY}"
+        )
 
 
 def say_once(told: Any, what: str, ranks: Mesh) -> None:
@@ -200,14 +190,12 @@ class Watched:
 
     Attributes:
         steps: that it has begun.
-        groups: its number of parameter groups when it was looked at.
         sharded: of its first parameter that belongs to a sharded model.
         tells_origin: it is a ``ShardedOptimizer``, which does so and has tried its class already.
     """
 
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
         self.steps = 0
-        self.groups = len(optimizer.param_groups)
         self.sharded = sharded
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
         if not self.tells_origin:
@@ -216,19 +204,11 @@ class Watched:
 
     def origin(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The origin of the state of one parameter group."""
-        shards = self.sharded.ranks.shards
-        spans = {}
-        for position, param in enumerate(group["params"]):
-            found = sharded_of(param)
-            if found is not None and not found.place.replicated:
-                spans[position] = found.place.span
-        version = f"{self.sharded.ranks.name}.{self.steps}"
-        return describe(
-            rank=shards.rank, world_size=shards.size, stage=3, version=version, spans=spans
-        )
+        return describe(self.sharded.ranks, self.steps, places_of(enumerate(group["params"])))
 
     def _add_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        say_once(self, "optimizer", self.sharded.ranks)
+        if state_dict["state"]:  # trainers ask before the first step too
+            say_once(self, "optimizer", self.sharded.ranks)
         for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
             packed[ORIGIN] = self.origin(group)
 
@@ -246,7 +226,7 @@ class Watched:
         if all(origin == CHECKED for origin in origins):
             return
         own = map(self.origin, optimizer.param_groups)
-        check_parts(self.sharded.ranks, zip(origins, own, strict=False))
+        check_loaded(self.sharded.ranks, zip(origins, own, strict=False))
 
 
 def _check_update(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ A step touches few Python objects, and overlaps with communication, because of t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Shard, flat_gradient
+from shard_optim.bucket_layout import Bucket, Place, Shard, check_gradient, in_memory_order
 from shard_optim.gradient_norm import in_dtype
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
@@ -81,27 +81,17 @@ class FusedShard:
             for shard in self.shards
         ]
 
-    def state_of(
-        self, shard: Shard, state: Mapping[str, Any], *, independent: bool = False
-    ) -> Mapping[str, Any]:
-        """The part of its state that belongs to one of its shards.
-
-        Args:
-            shard: one of its own.
-            state: of all of them.
-            independent: copy what all shards share, such as a count of steps. Values per element
-                are always views.
-        """
+    def state_of(self, shard: Shard, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The part of its state that belongs to one of its shards; values per element are views."""
         if len(self.shards) == 1:
             return state
-        first = shard.begin - self.begin
-        part: dict[str, Any] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == self.tensor.shape:
-                part[key] = value.narrow(0, first, shard.span.length)
-            else:
-                part[key] = copy.deepcopy(value) if independent else value
-        return part
+        first, length = shard.begin - self.begin, shard.span.length
+        return {
+            key: value.narrow(0, first, length)
+            if isinstance(value, Tensor) and value.shape == self.tensor.shape
+            else value
+            for key, value in state.items()
+        }
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Its state from its shards' states, or None if they cannot be one state.
@@ -165,12 +155,10 @@ def fuse_shards(
         tensor = base
         if master_dtype is not None and master_dtype != bucket.dtype:
             tensor = base.to(master_dtype)
-            for shard in shards:
-                shard.tensor = (
-                    tensor
-                    if len(shards) == 1
-                    else tensor.narrow(0, shard.begin - first.begin, shard.span.length)
-                )
+            lengths = [shard.span.length for shard in shards]
+            parts = [tensor] if len(shards) == 1 else tensor.split(lengths)
+            for shard, part in zip(shards, parts, strict=True):
+                shard.tensor = part
         fused.append(
             FusedShard(
                 shards=tuple(shards),
@@ -210,30 +198,12 @@ class StepGroup:
         state = self.optimizer.state.pop(fused.tensor, {})
         if state:
             for part in parts:
-                own = fused.state_of(part.shards[0], state, independent=True)
-                self.optimizer.state[part.tensor] = dict(own)
+                own = fused.state_of(part.shards[0], state)
+                self.optimizer.state[part.tensor] = unshared(own)
         _replace(self.fused[bucket], fused, parts)
         tensors = self.optimizer.param_groups[fused.group]["params"]
         _replace(tensors, fused.tensor, [part.tensor for part in parts])
         return parts
-
-    def split_by_gradient_presence(self, bucket: Bucket, unused: frozenset[int]) -> None:
-        """Splits the fused shards in which only some of the parameters have a gradient.
-
-        Args:
-            bucket: one of its own.
-            unused: numbers of parameters that had no gradient on any rank.
-        """
-        for fused in list(self.fused[bucket]):
-            without = sum(shard.index in unused for shard in fused.shards)
-            if 0 < without < len(fused.shards):
-                self.split(bucket, fused)
-
-    def write_back_masters(self) -> None:
-        """Rounds updated master copies into the parameters."""
-        mastered = [fused for fused in self.all_fused() if fused.has_master]
-        if mastered:
-            torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
 
 
 class LocalOptimizer:
@@ -329,7 +299,9 @@ class LocalOptimizer:
                 step_group.checked = True
                 for fused in step_group.all_fused():
                     check_elementwise_state(optimizer, fused.tensor)
-            step_group.write_back_masters()
+            mastered = [fused for fused in step_group.all_fused() if fused.has_master]
+            if mastered:  # updated, and rounded into the parameters
+                torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused
         for group, settings in zip(groups, changed, strict=True):
             group.update(settings)
@@ -341,10 +313,12 @@ class LocalOptimizer:
         """Gives every shard its slice of its parameter's own gradient."""
         for fused in self._all_fused():
             (shard,) = fused.shards
-            grad = flat_gradient(shard.param, shard.name)
+            grad = shard.param.grad
+            check_gradient(grad, shard.name)
             if grad is None:
                 fused.tensor.grad = None
                 continue
+            grad = in_memory_order(grad, shard.param)
             if shard.span.length != grad.numel():
                 grad = grad.narrow(0, shard.span.start, shard.span.length)
             fused.give_gradient(grad)
@@ -358,8 +332,10 @@ class LocalOptimizer:
         """
         for step_group in self.step_groups:
             for bucket in step_group.fused:
-                if unused:
-                    step_group.split_by_gradient_presence(bucket, unused)
+                for fused in list(step_group.fused[bucket]) if unused else ():
+                    without = sum(shard.index in unused for shard in fused.shards)
+                    if 0 < without < len(fused.shards):
+                        step_group.split(bucket, fused)
                 averaged = slices[bucket]
                 for fused in step_group.fused[bucket]:
                     if fused.shards[0].index in unused:
@@ -385,70 +361,66 @@ class LocalOptimizer:
 
     # --- state -------------------------------------------------------------------------------
 
-    def expose(self, state: MutableMapping[Tensor, Any]) -> None:
-        """Fills ``state`` with this rank's state under the parameters' identity."""
-        state.clear()
-        for shard, found in self._states():
-            state[shard.param] = found
+    def places(self) -> dict[int, Place]:
+        """Where the state of each parameter that has a bucket lies, by its number."""
+        return {
+            index: bucket.place(position)
+            for step_group in self.step_groups
+            for bucket in step_group.fused
+            for position, index in enumerate(bucket.indices)
+        }
 
     def states(self) -> dict[int, dict[str, Any]]:
         """State of each shard, master copy included, by parameter number."""
-        found = {shard.index: dict(state) for shard, state in self._states()}
+        found: dict[int, dict[str, Any]] = {}
+        for step_group in self.step_groups:
+            state = step_group.optimizer.state
+            for fused in step_group.all_fused():
+                for shard in fused.shards if fused.tensor in state else ():
+                    found[shard.index] = dict(fused.state_of(shard, state[fused.tensor]))
         for shard in self.shards:
             if shard.has_master:
                 found.setdefault(shard.index, {})[MASTER] = shard.tensor
         return {index: state for index, state in sorted(found.items()) if state}
 
-    def _states(self) -> Iterator[tuple[Shard, Mapping[str, Any]]]:
-        for step_group in self.step_groups:
-            state = step_group.optimizer.state
-            for fused in step_group.all_fused():
-                if fused.tensor in state:
-                    for shard in fused.shards:
-                        yield shard, fused.state_of(shard, state[fused.tensor])
-
     @torch.no_grad()
-    def install(
-        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         """Replaces all state and hyperparameters, through the class's own loading.
 
         A master copy that ``states`` lacks is made anew from its parameter.
         """
         for step_group in self.step_groups:
-            found = self._found(step_group, states)
+            found: dict[Tensor, dict[str, Any]] = {}
+            for bucket, several in step_group.fused.items():
+                for fused in list(several):
+                    found |= self._found(step_group, bucket, fused, states)
             packed: dict[str, Any] = {"state": {}, "param_groups": []}
             number = 0
             for local, new in zip(step_group.optimizer.param_groups, settings, strict=False):
-                first = number
-                for tensor in local["params"]:
-                    if found[tensor]:
-                        packed["state"][number] = found[tensor]
-                    number += 1
-                members = list(range(first, number))
-                packed["param_groups"].append(settings_of(new) | {"params": members})
+                members = range(number, number := number + len(local["params"]))
+                given = zip(members, map(found.get, local["params"]), strict=True)
+                packed["state"].update({member: state for member, state in given if state})
+                packed["param_groups"].append(settings_of(new) | {"params": list(members)})
             step_group.optimizer.load_state_dict(packed)
 
     @staticmethod
     def _found(
-        step_group: StepGroup, states: Mapping[int, Mapping[str, Any]]
+        step_group: StepGroup,
+        bucket: Bucket,
+        fused: FusedShard,
+        states: Mapping[int, Mapping[str, Any]],
     ) -> dict[Tensor, dict[str, Any]]:
         """The state to load, by the tensor that the optimizer updates; fills master copies."""
-        found: dict[Tensor, dict[str, Any]] = {}
-        for bucket in step_group.fused:
-            for fused in list(step_group.fused[bucket]):
-                given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
-                for shard, state in zip(fused.shards, given, strict=True):
-                    master = state.pop(MASTER, shard.view)
-                    if shard.has_master:
-                        shard.tensor.copy_(master)
-                joined = given[0] if len(given) == 1 else fused.joined_state(given)
-                if joined is not None:
-                    found[fused.tensor] = joined
-                    continue
-                for part, state in zip(step_group.split(bucket, fused), given, strict=True):
-                    found[part.tensor] = state
-        return found
+        given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
+        for shard, state in zip(fused.shards, given, strict=True):
+            master = state.pop(MASTER, shard.view)
+            if shard.has_master:
+                shard.tensor.copy_(master)
+        joined = given[0] if len(given) == 1 else fused.joined_state(given)
+        if joined is not None:
+            return {fused.tensor: joined}
+        parts = step_group.split(bucket, fused)
+        return {part.tensor: state for part, state in zip(parts, given, strict=True)}
 
 
 def _neighbourhoods(buckets: Sequence[Bucket]) -> list[list[Bucket]]:

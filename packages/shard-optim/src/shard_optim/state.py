@@ -28,11 +28,9 @@ for bit on M, and one of stage 3 loads into stage 2.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +41,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
-from shard_optim.bucket_layout import Place, flat_slice, replicated_place
+from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
 from shard_optim.checkpoint_files import (
     METADATA,
-    Contents,
-    Range,
     check_plans,
     read_contents,
     read_ranges,
@@ -56,22 +52,20 @@ from shard_optim.checkpoint_files import (
 )
 from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
+from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.json_messages import all_gather_values
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer import ShardedOptimizer
-from shard_optim.optimizer_class import by_number, pack_groups, settings_of
-from shard_optim.origin import CHECKED, ORIGIN, sharded_in, sharded_of, watched
-from shard_optim.plain_state import check_full_state
-from shard_optim.stored_tensor import StoredTensor
+from shard_optim.optimizer_state import OptimizerState
+from shard_optim.origin import sharded_in, sharded_of
+from shard_optim.stored_tensor import Contents, StoredTensor
 
+# The last save in the background, by the name of its group.
+_saving: dict[str, Future[None]] = {}
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Row:
-    """One tensor of the state: where its elements lie, and the tensor with this rank's."""
-
-    place: Place
-    tensor: Tensor
+_PREFIX = "whole."
+_REMEDY = "Load what was saved from them, with the same groups of parameters."
 
 
 # --- the four verbs --------------------------------------------------------------------------
@@ -109,34 +103,27 @@ def save(
         CollectiveError: if a peer died or timed out, or could not write.
     """
     check_folder(folder)
-    ranks, source, state = _parts(model, optimizer)
+    table = _Table(model, optimizer)
+    ranks = table.ranks
     if background_group is None:
 
         def write() -> None:
             _check_new(folder)
-            write_folder(folder, *_to_write(source, state, detached=False), ranks.shards)
+            write_folder(folder, *table.to_write(detached=False), ranks.shards)
 
         # Replicas hold the same state.
         ranks.on_first_replica("saving a checkpoint", write)
         return None
     check_background_group(background_group, ranks)
-    _wait_for_saving(background_group)
+    if (earlier := _saving.pop(background_group.group_name, None)) is not None:
+        earlier.exception()  # waits; what it raised is its future's to tell
     _check_new(folder)
-    ranges, values = _to_write(source, state, detached=True) if ranks.first_replica else ({}, {})
+    rows, values = table.to_write(detached=True) if ranks.first_replica else ({}, {})
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
-    saving = pool.submit(write_folder, folder, ranges, values, ranks.shards, background_group)
+    saving = pool.submit(write_folder, folder, rows, values, ranks.shards, background_group)
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
-
-
-_saving: dict[str, Future[None]] = {}
-
-
-def _wait_for_saving(group: dist.ProcessGroup) -> None:
-    """Returns when no thread uses the group any more; what it raised is its future's to tell."""
-    if (earlier := _saving.pop(group.group_name, None)) is not None:
-        earlier.exception()
 
 
 def load(
@@ -160,18 +147,12 @@ def load(
         CollectiveError: if a peer died or timed out, or could not read.
     """
     check_folder(folder)
-    ranks, source, state = _parts(model, optimizer)
-    contents = read_contents(folder, ranks)
-    wanted = _compare(contents, model, source, state, ranks)
+    table = _Table(model, optimizer)
+    contents = read_contents(folder, table.ranks)
+    wanted = table.places_in(contents, "a checkpoint")
     spans = {key: place.span for key, place in wanted.items() if place.held}
-    vectors = read_ranges(folder, contents, spans, ranks.shards)
-    if state is not None:
-        found = [key for key in vectors if key not in source]
-        moments = {key: wanted[key].shaped(vectors.pop(key)) for key in found}
-        state.install(moments, contents.values)
-    with torch.no_grad():
-        for key, vector in vectors.items():
-            source[key].tensor.copy_(source[key].place.shaped(vector))
+    vectors = read_ranges(folder, contents, spans, table.ranks.shards)
+    table.take(vectors.items(), wanted, contents.values)
 
 
 def full_state(
@@ -200,29 +181,25 @@ def full_state(
             cannot be divided.
         CollectiveError: if a peer died or timed out.
     """
-    ranks, source, state = _parts(model, optimizer)
+    table = _Table(model, optimizer)
     found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-
-    def place_of(key: str, size: Sequence[int]) -> Place:
-        return source[key].place if state is None or key in source else state.place_of(key, size)
-
-    def collect() -> None:
-        found.append(_collect(*_to_write(source, state, detached=False), place_of, ranks.shards))
-
-    ranks.on_first_replica("collecting the whole state", collect)
-    if not ranks.first:
+    table.ranks.on_first_replica(
+        "collecting the whole state", lambda: found.append(table.collect())
+    )
+    if not table.ranks.first:
         return None
     tensors, values = found[0]
     whole: dict[str, Any] = {}
     if model is not None:
-        key_of = _keys_by_tensor(source)
+        key_of = table.keys_by_tensor()
         whole["model"] = {
             name: tensors[key_of[id(value)]] if id(value) in key_of else value
             for name, value in _state_dict_of(model).items()
         }
-    if state is not None:
-        states = state.by_parameter({k: v for k, v in tensors.items() if k not in source}, values)
-        whole["optimizer"] = {"state": states, "param_groups": pack_groups(state.groups)}
+    if table.state is not None:
+        moments = {key: value for key, value in tensors.items() if key not in table.rows}
+        states = table.state.by_parameter(moments, values)
+        whole["optimizer"] = {"state": states, "param_groups": values["header"]["param_groups"]}
     return whole
 
 
@@ -247,11 +224,12 @@ def load_full_state(
             changed then.
         CollectiveError: if a peer died or timed out.
     """
-    ranks, source, target = _parts(model, optimizer)
+    table = _Table(model, optimizer)
+    ranks = table.ranks
     problem, described, given = None, None, dict[str, Tensor]()
     if ranks.first:
         try:
-            described, given = _describe(state, model, source, target)
+            described, given = table.describe(state)
         except ValueError as error:
             problem = str(error)
     words = "the exchange of what is loaded"
@@ -259,27 +237,20 @@ def load_full_state(
     if problem is not None:
         raise ValueError(
             "a full state dict must be of this model and optimizer class on the first rank, but "
-            f"{problem}. Load what was saved from them, with the same groups of parameters."
+            f"{problem}. {_REMEDY}"
         )
     kinds, values = described
-    tensors = {
-        key: StoredTensor(dtype=dtype, shape=size, parts=()) for key, (dtype, size) in kinds.items()
-    }
-    contents = Contents(tensors=tensors, values=values, identity="")
-    wanted = _compare(contents, model, source, target, ranks)
-    moments: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for key in [key for key in wanted if key not in source]:
-            place = wanted[key]
-            vector = _hand_out(key, given.get(key), tensors[key].dtype, place, ranks)
-            if place.held and target is not None:
-                moments[key] = place.shaped(vector.to(target.resting or vector.device))
-        for key, row in source.items():
-            vector = _hand_out(key, given.get(key), row.tensor.dtype, row.place, ranks)
-            row.tensor.copy_(row.place.shaped(vector))
-            del vector  # before the next one takes memory
-    if target is not None:
-        target.install(moments, values)
+    contents = Contents(
+        tensors={key: StoredTensor(dtype=kind, shape=size) for key, (kind, size) in kinds.items()},
+        values=values,
+        identity="",
+    )
+    wanted = table.places_in(contents, "a full state dict")
+    handed_out = (
+        (key, _hand_out(key, given.get(key), kinds[key][0], place, ranks))
+        for key, place in wanted.items()
+    )
+    table.take(handed_out, wanted, values)
 
 
 # --- models ----------------------------------------------------------------------------------
@@ -311,319 +282,230 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _state_dict_of(model: nn.Module) -> dict[str, Any]:
     """The module's own tensors, under every name that they have."""
-    if isinstance(model, FullyShardedDataParallel):
-        with model.own_state.silent():
-            return dict(model.module.state_dict(keep_vars=True))
-    return dict(_inner(model).state_dict(keep_vars=True))
-
-
-def _keys_by_tensor(source: Mapping[str, Row]) -> dict[int, str]:
-    return {id(row.tensor): key for key, row in source.items()}
-
-
-def _check_model(contents: Contents, source: Mapping[str, Row]) -> None:
-    """Raises unless a folder holds exactly the model's tensors, in its sizes and dtypes."""
-    of_model = [key for key in contents.tensors if key.startswith(("model.", "buffer."))]
-    if not of_model and "header" in contents.values:
-        raise ValueError(
-            "the checkpoint must hold a model, but it holds an optimizer alone. Load the optimizer "
-            "from it, without model=."
-        )
-    if extra := [key for key in of_model if key not in source]:
-        raise ValueError(
-            f"the checkpoint must be of the same model, but it holds {extra[0]}, which this one "
-            "does not. Load another checkpoint."
-        )
-    for key, row in source.items():
-        if key not in contents.tensors:
-            raise ValueError(
-                f"the checkpoint must hold {key}, but {key} is missing. Load one of the same model."
-            )
-        stored, size = contents.tensors[key], row.place.size
-        # Folders without contents.json give parameters as vectors.
-        if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
-            raise ValueError(
-                f"the checkpoint must be of the same model, but {key} has shape "
-                f"{tuple(stored.shape)} in it, here {tuple(size)}. Load another checkpoint."
-            )
-        if stored.dtype != row.tensor.dtype:
-            raise ValueError(
-                f"the checkpoint must have the model's dtypes, but {key} is {stored.dtype} in it, "
-                f"here {row.tensor.dtype}. Make the model in the dtype that it was saved in."
-            )
-
-
-# --- optimizers ------------------------------------------------------------------------------
-
-
-class OptimizerState:
-    """The table's rows of an optimizer, whatever its class and stage.
-
-    Args:
-        optimizer: the optimizer.
-        rank: this rank among those that hold the shards.
-
-    Attributes:
-        params: every parameter, by its number.
-        places: where each lies; None if the optimizer has given it no place, because it is frozen.
-        groups: the parameter groups.
-        resting: where state rests; None for the devices of the parameters.
-    """
-
-    def __init__(self, optimizer: Optimizer, rank: int) -> None:
-        self._optimizer = optimizer
-        self.groups = optimizer.param_groups
-        self.params = [param for group in self.groups for param in group["params"]]
-        self.resting: torch.device | None = None
-        self._cls = getattr(optimizer, "optimizer_cls", type(optimizer))
-        self.places: list[Place | None]
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.wait()
-            self.resting = torch.device("cpu") if optimizer.offload_state else None
-            self.places = optimizer.places()
-        else:
-            self.places = []
-            for index, param in enumerate(self.params):
-                of = sharded_of(param)
-                name = f"parameter {index}"
-                place = replicated_place(name, param, rank) if of is None else of.place
-                self.places.append(place)
-
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The whole shape of each parameter."""
-        pairs = zip(self.places, self.params, strict=True)
-        return [tuple(p.shape if place is None else place.size) for place, p in pairs]
-
-    def name_of(self, index: int) -> str:
-        """A parameter's name, for errors."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            return self._optimizer.name_of(index)
-        return f"parameter {index}"
-
-    def header(self) -> dict[str, Any]:
-        """The same for every number of ranks, and for shards as for whole parameters."""
-        return {
-            "optimizer": self._cls.__qualname__,
-            "shapes": self.shapes,
-            "param_groups": pack_groups(self.groups),
-        }
-
-    def problem(self, state_dict: Any) -> str | None:
-        """Why a plain optimizer's state dict does not fit, or None."""
-        sharded = self._optimizer if isinstance(self._optimizer, ShardedOptimizer) else None
-        return check_full_state(
-            state_dict,
-            self.groups,
-            optimizer_cls=self._cls,
-            defaults=self._optimizer.defaults,
-            kwargs={} if sharded is None else sharded.class_arguments,
-            shapes={index: torch.Size(shape) for index, shape in enumerate(self.shapes)},
-            frozen=[index for index, place in enumerate(self.places) if place is None],
-            partition="flat" if sharded is None else sharded.partition,
-            name_of=self.name_of,
-        )
-
-    def _states(self) -> Mapping[int, Mapping[str, Any]]:
-        """This rank's state by parameter number."""
-        if isinstance(self._optimizer, ShardedOptimizer):
-            return self._optimizer.local.states()
-        state = self._optimizer.state
-        return {index: state[p] for index, p in enumerate(self.params) if p in state}
-
-    def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
-        """This rank's moments, and its small values by ``state.I.values``.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
-        tensors, values = self.split(self._states(), whole=False)
-        rows = {
-            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
-            for key, tensor in tensors.items()
-        }
-        return rows, values
-
-    def split(
-        self, states: Mapping[int, Mapping[str, Any]], *, whole: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments in states by parameter number, and their small values by keys of a folder.
-
-        Args:
-            states: of whole parameters, or of what this rank holds of them.
-            whole: which of these.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
-        for index, state in states.items():
-            place = self.places[index]
-            assert place is not None
-            form = place.size if whole else place.form
-            small = values.setdefault(f"state.{index}.values", {})
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
-                    small[key] = copy.deepcopy(value)
-                # One value of a single number is small, except where only one rank has it.
-                elif value.shape == form and (value.ndim > 0 or not place.replicated):
-                    tensors[f"state.{index}.elements.{key}"] = value
-                elif value.numel() <= 1:
-                    # Copied, because the next step may change it in place while it is written.
-                    small[key] = value.detach().to("cpu", copy=True)
-                elif whole or place.whole_here:
-                    tensors[f"state.{index}.tensor.{key}"] = value
-                else:
-                    raise ValueError(
-                        "an optimizer of shards must keep one value per element or one per "
-                        f"parameter, but got {key!r} of shape {tuple(value.shape)} for a shard of "
-                        f"{tuple(form)}. Use an optimizer that treats every element alike."
-                    )
-        return tensors, values
-
-    def place_of(self, key: str, size: Sequence[int]) -> Place:
-        """Where a moment lies, by its key in a folder and, if it is no moment per element, size."""
-        _, index, kind, _ = key.split(".", 3)
-        place = self.places[int(index)]
-        assert place is not None
-        return place if kind == "elements" else _beside(place, torch.Size(size))
-
-    def places_in(self, contents: Contents) -> dict[str, Place]:
-        """Where each moment of a description lies here.
-
-        Raises:
-            ValueError: if it is of another class, of other groups or of other parameters.
-        """
-        if "header" not in contents.values:
-            raise ValueError(
-                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-                "from it, without optimizer=."
-            )
-        remedy = "Load it into the optimizer that it was saved from."
-        if problem := self._header_problem(contents.values["header"]):
-            raise ValueError(
-                f"a checkpoint must be of this model and optimizer class, but {problem}. {remedy}"
-            )
-        found = {}
-        for key, stored in contents.tensors.items():
-            if not key.startswith("state."):
-                continue
-            parts = key.split(".", 3)
-            known = len(parts) == 4 and parts[1].isdecimal() and parts[2] in ("elements", "tensor")
-            index = int(parts[1]) if known else -1
-            if not known or index >= len(self.places) or self.places[index] is None:
-                raise ValueError(
-                    f"the checkpoint must hold state of this optimizer's {len(self.places)} "
-                    f"trainable parameters only, but it holds {key} of shape {stored.shape}. "
-                    f"{remedy}"
-                )
-            place = found[key] = self.place_of(key, stored.shape)
-            if place.held and not place.whole_here and parts[2] == "tensor":
-                raise ValueError(
-                    "the checkpoint must keep one value per element or one per parameter, but got "
-                    f"{key}. {remedy}"
-                )
-            if stored.numel != place.size.numel():
-                raise ValueError(
-                    f"the checkpoint must hold {place.size.numel()} elements under {key}, but it "
-                    f"holds {stored.numel}. {remedy}"
-                )
-        return found
-
-    def _header_problem(self, header: Mapping[str, Any]) -> str | None:
-        """How the class, groups or shapes of a description differ, or None."""
-        ours = self.header()
-        if header["optimizer"] != ours["optimizer"]:
-            return f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
-        if problem := self.problem({"state": {}, "param_groups": header["param_groups"]}):
-            return problem
-        for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
-            if tuple(saved) != shape:
-                return f"{self.name_of(index)} has shape {tuple(saved)} in it, here {shape}"
-        return None
-
-    def by_parameter(
-        self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> dict[int, dict[str, Any]]:
-        """State by parameter number and key, from moments and small values by their keys."""
-        states: dict[int, dict[str, Any]] = {}
-        for key, small in values.items():
-            parts = key.split(".")
-            if parts[0] == "state" and small:
-                states[int(parts[1])] = dict(small)
-        for key, value in moments.items():
-            _, index, _, name = key.split(".", 3)
-            states.setdefault(int(index), {})[name] = value
-        return dict(sorted(states.items()))
-
-    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state and the hyperparameters: the end of every load.
-
-        Args:
-            moments: the tensors that this rank keeps, by key.
-            values: the header, and small values of all parameters, by ``state.I.values``.
-        """
-        groups = values["header"]["param_groups"]
-        states = {
-            index: state
-            for index, state in self.by_parameter(moments, values).items()
-            if (place := self.places[index]) is not None and place.held
-        }
-        if isinstance(self._optimizer, ShardedOptimizer):
-            self._optimizer.install(states, groups)
-            return
-        watched(self._optimizer)  # which then takes the origin out of what is loaded
-        packed = [
-            settings_of(group) | {"params": own["params"], ORIGIN: CHECKED}
-            for group, own in zip(groups, pack_groups(self.groups), strict=True)
-        ]
-        self._optimizer.load_state_dict({"state": states, "param_groups": packed})
-
-
-def _beside(place: Place, size: torch.Size) -> Place:
-    """Where a tensor of another size lies that belongs to a parameter with one owner."""
-    numel = size.numel()
-    return Place(
-        name=place.name,
-        size=size,
-        stride=torch.empty(size, device="meta").stride(),
-        span_of=lambda rank: None if place.span_of(rank) is None else (0, numel),
-        replicated=place.replicated,
-        rank=place.rank,
-        form=size if place.whole_here else torch.Size([0]),
-    )
+    # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
+    found = _inner(model).state_dict(prefix=_PREFIX, keep_vars=True)
+    return {name.removeprefix(_PREFIX): value for name, value in found.items()}
 
 
 # --- both ------------------------------------------------------------------------------------
 
 
-def _parts(model: Any, optimizer: Any) -> tuple[Mesh, dict[str, Row], OptimizerState | None]:
-    """The ranks that hold the state, the model's rows, and the optimizer's state.
+class _Table:
+    """The rows of a model and of an optimizer, and the ranks that hold them.
+
+    Args:
+        model: see ``save``.
+        optimizer: see ``save``.
 
     Raises:
         TypeError: if an argument is of another type, or nothing is sharded.
         ValueError: if the optimizer holds other parameters than the model's.
+
+    Attributes:
+        ranks: of both.
+        rows: the model's tensors, by their keys in a folder.
+        state: the optimizer's.
     """
-    if model is not None and not isinstance(model, nn.Module):
-        raise _not_wrapped(model)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
-            "the one made from the wrapper's parameters()."
-        )
-    ranks = _ranks_of(model, optimizer)
-    if model is not None and optimizer is not None:
-        known = {id(param) for param in model.parameters()}
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if foreign := [param for param in params if id(param) not in known]:
-            raise ValueError(
-                "optimizer must hold parameters of the sharded model only, but got "
-                f"{len(foreign)} others. Make it from the wrapper's parameters()."
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise _not_wrapped(model)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. "
+                "Pass the one made from the wrapper's parameters()."
             )
-    rank = ranks.shards.rank
-    state = None if optimizer is None else OptimizerState(optimizer, rank)
-    return ranks, _model_rows(model, rank), state
+        self.ranks = _ranks_of(model, optimizer)
+        if model is not None and optimizer is not None:
+            known = {id(param) for param in model.parameters()}
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if foreign := [param for param in params if id(param) not in known]:
+                raise ValueError(
+                    "optimizer must hold parameters of the sharded model only, but got "
+                    f"{len(foreign)} others. Make it from the wrapper's parameters()."
+                )
+        self.state = None
+        if isinstance(optimizer, ShardedOptimizer):
+            self.state = optimizer.own_state()
+        elif optimizer is not None:
+            shards = StatesOfShards(optimizer.param_groups, optimizer)
+            self.state = OptimizerState(
+                optimizer,
+                shards,
+                optimizer_cls=type(optimizer),
+                kwargs={},
+                name_of="parameter {}".format,
+                install=shards.install,
+            )
+        self._model, self.rows = model, _model_rows(model, self.ranks.shards.rank)
+
+    def keys_by_tensor(self) -> dict[int, str]:
+        """The keys of the model's tensors, by their identity."""
+        return {id(row.tensor): key for key, row in self.rows.items()}
+
+    def to_write(self, *, detached: bool) -> tuple[dict[str, Row], dict[str, Any]]:
+        """This rank's part of a folder. What all ranks hold whole, the first one writes."""
+        rows, values = dict(self.rows), dict[str, Any]()
+        if self.state is not None:
+            moments, values = self.state.rows()
+            rows |= moments
+            values["header"] = self.state.header()
+        written = {}
+        for key, row in rows.items():
+            place = row.place
+            one_of_several = place.replicated and place.rank > 0
+            if place.held and not one_of_several and (place.span[1] or not place.size.numel()):
+                copy = row.tensor.detach().to("cpu", copy=True) if detached else row.tensor
+                written[key] = Row(place=place, tensor=copy)
+        return written, values
+
+    def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
+        ranks = self.ranks.shards
+        rows, values = self.to_write(detached=False)
+        described = {key: row.described for key, row in rows.items()}
+        kind = "optimizer" if "header" in values else "model"
+        words = f"the exchange of {kind} state descriptions"
+        everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
+        check_plans([theirs for theirs, _ in everyone])
+        tensors: dict[str, Tensor] = {}
+        merged: dict[str, Any] = {}
+        for rank, (theirs, small) in enumerate(everyone):
+            merged = {**small, **merged}
+            for key, (dtype, shape, first, count) in theirs.items():
+                target = None
+                if ranks.rank == 0:
+                    if key not in tensors:
+                        place = self._place_of(key, shape)
+                        tensors[key] = torch.empty_strided(
+                            place.size, place.stride, dtype=dtype, device="cpu"
+                        )
+                    target = tensors[key].as_strided((count,), (1,), first)
+                own = rows[key].flat if rank == ranks.rank else None
+                ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
+        return tensors, merged
+
+    def describe(
+        self, given: Any
+    ) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
+        """A whole state as a folder would hold it.
+
+        Returns:
+            The description, which is dtypes and sizes by key, and values by key; and all tensors.
+
+        Raises:
+            ValueError: if it is no such state.
+        """
+        if not isinstance(given, Mapping):
+            raise ValueError(f"got {type(given).__name__}")
+        for name, asked in (("model", self._model), ("optimizer", self.state)):
+            if asked is not None and name not in given:
+                raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        if self._model is not None:
+            if not isinstance(given["model"], Mapping):
+                raise ValueError(f"got {type(given['model']).__name__} as its model")
+            key_of, own = self.keys_by_tensor(), _state_dict_of(self._model)
+            for name, value in given["model"].items():
+                if name not in own:
+                    raise ValueError(f"it holds {name}, which the model does not")
+                if id(own[name]) not in key_of:
+                    continue  # no tensor, such as a module's extra state
+                if not isinstance(value, Tensor) or value.is_meta:
+                    raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
+                tensors[key_of[id(own[name])]] = value
+        if self.state is not None:
+            moments, values = self.state.take_apart(given["optimizer"], whole=True)
+            tensors |= moments
+        # Values are copied into the model's dtype, as load_state_dict() does.
+        kinds = {
+            key: (self.rows[key].tensor.dtype if key in self.rows else value.dtype, value.size())
+            for key, value in tensors.items()
+        }
+        return (kinds, values), tensors
+
+    def places_in(self, contents: Contents, what: str) -> dict[str, Place]:
+        """Where each tensor of a description lies here, which must be of this model and optimizer.
+
+        Args:
+            contents: the description.
+            what: the thing described, for errors.
+
+        Raises:
+            ValueError: on every rank, if it is of others.
+        """
+        tensors, has_optimizer = contents.tensors, "header" in contents.values
+        sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
+        if self._model is not None and has_optimizer and len(sizes) == len(tensors):
+            raise ValueError(
+                "the checkpoint must hold a model, but it holds an optimizer alone. Load the "
+                "optimizer from it, without model=."
+            )
+        if self.state is not None and not has_optimizer:
+            raise ValueError(
+                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
+                "from it, without optimizer=."
+            )
+        keys = [*self.rows, *(sizes if self.state is not None else ())]
+
+        def compare() -> None:
+            of, problem = "the same model", None
+            if self._model is not None:
+                problem = self._problem_of_model(tensors)
+            if self.state is not None and problem is None:
+                of = "this model and optimizer class"
+                problem = self.state.problem(sizes, contents.values)
+            if problem is not None:
+                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
+
+        together("loading a checkpoint", self.ranks.shards, compare)
+        return {key: self._place_of(key, tensors[key].shape) for key in keys}
+
+    def _place_of(self, key: str, size: Sequence[int]) -> Place:
+        if key in self.rows or self.state is None:
+            return self.rows[key].place
+        return self.state.place_of(key, size)
+
+    def _problem_of_model(self, tensors: Mapping[str, StoredTensor]) -> str | None:
+        """Why these are not exactly the model's tensors, in its sizes and dtypes."""
+        of_model = (key for key in tensors if key.startswith(("model.", "buffer.")))
+        if (extra := next((key for key in of_model if key not in self.rows), None)) is not None:
+            return f"it holds {extra}, which this one does not"
+        for key, row in self.rows.items():
+            if key not in tensors:
+                return f"it must hold {key}, but {key} is missing"
+            stored, size = tensors[key], row.place.size
+            # Folders without contents.json give parameters as vectors.
+            if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
+                return f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
+            if stored.dtype != row.tensor.dtype:
+                return f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
+        return None
+
+    def take(
+        self,
+        vectors: Iterable[tuple[str, Tensor]],
+        wanted: Mapping[str, Place],
+        values: Mapping[str, Any],
+    ) -> None:
+        """Makes this rank's elements, which have been compared, its state: the end of every load.
+
+        Args:
+            vectors: keys with this rank's elements.
+            wanted: where each tensor lies.
+            values: the small values, by key.
+        """
+        moments: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for key, vector in vectors:
+                if key in self.rows:
+                    self.rows[key].tensor.copy_(wanted[key].shaped(vector))
+                elif wanted[key].held:
+                    moments[key] = wanted[key].shaped(vector.cpu())
+                del vector  # before the next one takes memory
+        if self.state is not None:
+            self.state.install(moments, values)
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:
@@ -660,57 +542,6 @@ def _check_new(folder: str | Path) -> None:
         )
 
 
-def _to_write(
-    source: Mapping[str, Row], state: OptimizerState | None, *, detached: bool
-) -> tuple[dict[str, Range], dict[str, Any]]:
-    """This rank's part of the files. What all ranks hold whole, the first one writes."""
-    rows: dict[str, Row] = dict(source)
-    values: dict[str, Any] = {}
-    if state is not None:
-        moments, values = state.rows()
-        rows |= moments
-        values["header"] = state.header()
-    ranges = {}
-    for key, row in rows.items():
-        first, count = row.place.span
-        one_of_several = row.place.replicated and row.place.rank > 0
-        if row.place.held and not one_of_several and (count or not row.place.size.numel()):
-            vector = row.place.flat(row.tensor)
-            vector = vector.to("cpu", copy=True) if detached else vector
-            ranges[key] = Range(values=vector, first=first, shape=tuple(row.place.size))
-    return ranges, values
-
-
-def _collect(
-    ranges: Mapping[str, Range],
-    values: Mapping[str, Any],
-    place_of: Callable[[str, Sequence[int]], Place],
-    ranks: Ranks,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-    described = {key: part.described for key, part in ranges.items()}
-    kind = "optimizer" if "header" in values else "model"
-    words = f"the exchange of {kind} state descriptions"
-    everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
-    check_plans([theirs for theirs, _ in everyone])
-    tensors: dict[str, Tensor] = {}
-    merged: dict[str, Any] = {}
-    for rank, (theirs, small) in enumerate(everyone):
-        merged = {**small, **merged}
-        for key, (dtype, shape, first, count) in theirs.items():
-            target = None
-            if ranks.rank == 0:
-                if key not in tensors:
-                    place = place_of(key, shape)
-                    tensors[key] = torch.empty_strided(
-                        place.size, place.stride, dtype=dtype, device="cpu"
-                    )
-                target = tensors[key].as_strided((count,), (1,), first)
-            own = ranges[key].values if rank == ranks.rank else None
-            ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
-    return tensors, merged
-
-
 def _move(
     sent: Tensor | None, received: Tensor | None, owner: int, receiver: int, ranks: Ranks
 ) -> None:
@@ -735,81 +566,6 @@ def _move(
         arrived = torch.empty_like(received, device=at)
         finish(dist.irecv(as_sent(arrived), group=ranks.group, group_src=owner))
         received.copy_(arrived)
-
-
-def _describe(
-    given: Any,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    target: OptimizerState | None,
-) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
-    """A whole state as a folder would hold it.
-
-    Returns:
-        The description, which is dtypes and sizes by key, and values by key; and all tensors.
-
-    Raises:
-        ValueError: if it is no such state, or of another optimizer.
-    """
-    if not isinstance(given, Mapping):
-        raise ValueError(f"got {type(given).__name__}")
-    for name, asked in (("model", model), ("optimizer", target)):
-        if asked is not None and name not in given:
-            raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    if model is not None:
-        if not isinstance(given["model"], Mapping):
-            raise ValueError(f"got {type(given['model']).__name__} as its model")
-        key_of = _keys_by_tensor(source)
-        own = _state_dict_of(model)
-        for name, value in given["model"].items():
-            if name not in own:
-                raise ValueError(f"it holds {name}, which the model does not")
-            if id(own[name]) not in key_of:
-                continue  # no tensor, such as a module's extra state
-            if not isinstance(value, Tensor) or value.is_meta:
-                raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-            tensors[key_of[id(own[name])]] = value
-    # Values are copied into the model's dtype, as load_state_dict() does.
-    kinds = {
-        key: (source[key].tensor.dtype if key in source else value.dtype, value.size())
-        for key, value in tensors.items()
-    }
-    if target is not None:
-        if problem := target.problem(given["optimizer"]):
-            raise ValueError(problem)
-        moments, values = target.split(by_number(given["optimizer"]), whole=True)
-        groups = [dict(group) for group in given["optimizer"]["param_groups"]]
-        values["header"] = target.header() | {"param_groups": groups}
-        kinds |= {key: (value.dtype, value.size()) for key, value in moments.items()}
-        tensors |= moments
-    return (kinds, values), tensors
-
-
-def _compare(
-    contents: Contents,
-    model: nn.Module | None,
-    source: Mapping[str, Row],
-    state: OptimizerState | None,
-    ranks: Mesh,
-) -> dict[str, Place]:
-    """Where each tensor of a description lies here, which must be of this model and optimizer.
-
-    Raises:
-        ValueError: on every rank, if it is of others.
-    """
-    wanted: dict[str, Place] = {}
-
-    def compare() -> None:
-        if model is not None:
-            _check_model(contents, source)
-            wanted.update({key: row.place for key, row in source.items()})
-        if state is not None:
-            wanted.update(state.places_in(contents))
-
-    together("loading a checkpoint", ranks.shards, compare)
-    return wanted
 
 
 def _hand_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -57,12 +58,27 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """The description of a checkpoint.
+
+    Attributes:
+        tensors: by key.
+        values: everything small, by key.
+        identity: the same for two ranks exactly if they have read the same description.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, Any]
+    identity: str
 
 
 def damaged(path: Path, reason: object) -> ValueError:
@@ -83,6 +99,13 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it names the dtype {name!r}")
     return dtype
+
+
+def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
+    """The memory as a vector."""
+    if not memory:  # frombuffer refuses an empty one
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def coverage(numel: int, spans: Sequence[tuple[int, int]]) -> str | None:
@@ -162,6 +185,22 @@ def read_small(path: Path) -> bytes:
     return data
 
 
+def read_checksummed(path: Path) -> tuple[Any, bytes]:
+    """The JSON in a small file's first line, whose CRC-32 is in the second, and all bytes.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    data = read_small(path)
+    try:
+        line, own = data.decode().splitlines()
+        if zlib.crc32(line.encode()) != int(own):
+            raise ValueError("its checksum differs")
+        return json.loads(line), data
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from error
+
+
 def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, count: int) -> Tensor:
     """Elements ``[first, first + count)`` of a stored tensor, after their checksums.
 
@@ -183,18 +222,16 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
             target = memoryview(memory)[(begin - first) * size : (end - first) * size]
             if file.readinto(target) != len(target):  # type: ignore[attr-defined]
                 raise damaged(path, f"it ends before {key} does")
-    if not memory:  # frombuffer refuses an empty one
-        return torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return from_bytes(memory, tensor.dtype)
 
 
 def _checksum(file: BinaryIO, part: Part) -> int:
-    checksum, left = 0, part.length
+    found, left = 0, part.length
     file.seek(part.offset)
     while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-        checksum = zlib.crc32(chunk, checksum)
+        found = zlib.crc32(chunk, found)
         left -= len(chunk)
-    return checksum
+    return found
 
 
 def _start_of_elements(file: BinaryIO, path: Path, part: Part, nbytes: int) -> int:

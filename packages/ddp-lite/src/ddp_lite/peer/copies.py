@@ -20,13 +20,12 @@ An average over N ranks, of which rank r averages row r of each message::
 Values are sent from the tensors and received into them: nothing is packed. Each row is averaged
 once and copied, so all ranks end with the same bits; they may differ from NCCL's in the last place.
 For float32 tensors one kernel reads all ranks' values, and writes their average both to the shared
-memory and to the tensor (``kernel.py``). It needs Triton; torch's operations do the rest.
+memory and to the tensor (``kernel.py``). torch's operations do the rest.
 ``schedule.py`` has the order of all operations, ``memory.py`` the memory that the ranks share.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
@@ -63,8 +62,7 @@ class PeerCopies:
 
     Attributes:
         memory: as given.
-        fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA, where Triton
-            is installed.
+        fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
 
@@ -83,7 +81,7 @@ class PeerCopies:
         self.memory = memory
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         on_cuda = memory.device.type == "cuda"
-        self.fused = on_cuda and importlib.util.find_spec("triton") is not None
+        self.fused = on_cuda
         self.batched = on_cuda and driver_call() is not None
         self._singly = copy_each if on_cuda else copy_on_host
         self._transfer: Transfer = self._singly
@@ -151,14 +149,6 @@ class PeerCopies:
 
         return self._start(run, [*wholes, *parts])
 
-    def operations(self, program: Program) -> list[Operation]:
-        """What this rank does in one window. A subclass that leaves operations out measures them.
-
-        Args:
-            program: ``average``, ``reduce_scatter`` or ``all_gather`` of ``schedule``.
-        """
-        return program(self._rank, self._world_size)
-
     # -- one message -------------------------------------------------------------------------
 
     def _start(self, run: Callable[[], None], tensors: Sequence[Tensor]) -> Waitable:
@@ -166,7 +156,6 @@ class PeerCopies:
         if stream is None:
             with torch.no_grad(), _traced():
                 run()
-            memory.queued(None)
             return Reduction((), ())
         message = Queued(stream, tensors)
         start = torch.cuda.current_stream(memory.device).record_event()
@@ -175,7 +164,6 @@ class PeerCopies:
             self._transfer = self._choose_transfer()
             run()
             message.event = stream.record_event()
-        memory.queued(message.event)
         return message
 
     def _exchange(
@@ -195,7 +183,7 @@ class PeerCopies:
         result = schedule.result_row(world_size)
         own_sent = sent[rank if len(sent) > 1 else 0]
         own_received = received[rank if len(received) > 1 else 0]
-        for operation in self.operations(program):
+        for operation in program(rank, world_size):
             peer = operation.peer
             match operation.kind:
                 case Kind.BARRIER:
@@ -336,15 +324,12 @@ class PeerCopies:
                 f"{len(wholes)} wholes. Pass lists of the same length"
             )
         self._checked([*wholes, *parts])
-        shapes = [
-            (tuple(part.shape), tuple(whole.shape))
-            for part, whole in zip(parts, wholes, strict=True)
-        ]
-        for part, whole in shapes:
-            if len(part) != 1 or whole != (part[0] * self._world_size,):
+        for part, whole in zip(parts, wholes, strict=True):
+            if part.dim() != 1 or whole.shape != (part.numel() * self._world_size,):
                 raise ValueError(
                     "a whole must have one dimension and world_size times the elements of its "
-                    f"part, but got {whole} and {part} for {self._world_size} ranks. Pad both"
+                    f"part, but got {tuple(whole.shape)} and {tuple(part.shape)} for "
+                    f"{self._world_size} ranks. Pad both"
                 )
 
 

@@ -1,21 +1,14 @@
 """Memory of this GPU that the other GPUs of the host can write to and read, and signals between.
 
-The memory is torch's symmetric memory. Signals are kernels of one small thread block, which wait
-for a bounded time. NVLink multicast is not used.
-
-A kernel whose time is over ends the CUDA context with an error that names nothing. So a thread of
-the host watches every exchange, and finds out first which ranks are lost. Of exchanges in a CUDA
-graph it watches the replays.
+The memory is torch's symmetric memory; NVLink multicast is not used. Signals are kernels of one
+small thread block (``signals.py``). A thread of the host lets those end that wait for a lost rank,
+and finds out which one that is (``watch.py``).
 """
 
 from __future__ import annotations
 
-import logging
-import queue
+import importlib.util
 import socket
-import threading
-import time
-import weakref
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +18,7 @@ from torch import Tensor
 
 from ddp_lite.bucket_sizes import bytes_from_mb
 from ddp_lite.peer.schedule import ALIGNMENT_BYTES, SLOTS, Recordings, rows_in_slot
+from ddp_lite.peer.watch import Watch
 from ddp_lite.ranks import MEBIBYTE, Ranks, all_gather_json, backend_for
 
 LARGEST_GROUP = 8
@@ -32,13 +26,8 @@ NEEDS = (
     f"copies between GPUs need 2 to {LARGEST_GROUP} CUDA ranks on GPUs of one host with peer access"
 )
 _BUFFER_MB = 512.0
-_BARRIER_CHANNEL, _TURN_CHANNEL = 0, 1
-# The host's watch must come to its result before the kernels end the CUDA context.
-_SECONDS_FOR_THE_WATCH = 10.0
-_POLL_SECONDS = 0.05
-_SECONDS_TO_END = 5.0  # longer than peers are asked for
-
-_log = logging.getLogger("ddp_lite")
+# Before NCCL gives up, whose abort waits for all kernels.
+_SECONDS_BEFORE_NCCL = 0.5
 
 
 class SharedMemory(Protocol):
@@ -72,10 +61,6 @@ class SharedMemory(Protocol):
         """On CUDA, an exchange begins: ``stream``, the current one here, waits for ``start``.
 
         It waits for all ranks too, where the exchange may use a slot that peers still read.
-        """
-
-    def queued(self, event: torch.cuda.Event | None) -> None:
-        """Everything up to ``event`` has been queued.
 
         Raises:
             PeerFailureError: an earlier exchange did not finish in time.
@@ -86,20 +71,20 @@ class PeerMemory:
     """Symmetric memory of the GPUs of one host. Collective to build.
 
     Exchanges can be recorded in CUDA graphs, whose capture must have the error mode
-    ``"thread_local"``, because a thread asks for the events of earlier exchanges meanwhile. Every
-    rank must replay equally often, after waiting for the exchanges before. ``watch`` after each
-    replay has lost ranks named, as they are in exchanges that are not recorded.
+    ``"thread_local"``. Every rank must replay equally often, after waiting for the exchanges
+    before.
 
     Args:
         group: 2 to 8 CUDA ranks on GPUs of one host with peer access to each other.
         buffer_mb: MB (1024² bytes) of memory on each GPU. Longer messages travel in parts.
             ``torch.cuda.memory_allocated`` does not count this memory.
-        timeout: how long an exchange may wait for other ranks, before a ``PeerFailureError`` that
-            names the lost ones is logged, and raised by the next exchange. 10 s later the GPU
-            gives up too, with an error of CUDA. None: the group's own timeout.
+        timeout: how long an exchange may wait for other ranks. Then a ``PeerFailureError`` that
+            names the lost ones is logged, and raised by the next exchange; the GPU goes on without
+            them, with NaN for what it would have received. None, and at most: the group's own
+            timeout, less half a second.
 
     Attributes:
-        group, device, stream, row_bytes: see ``SharedMemory``.
+        group, device, stream, row_bytes, barrier, stagger: see ``SharedMemory``.
         nbytes: symmetric memory on this GPU, in bytes.
 
     Raises:
@@ -146,12 +131,19 @@ class PeerMemory:
         self._windows = 0
         self._recordings = Recordings()
         self._rank, self._world_size = group.rank(), group.size()
-        if timeout is None:
-            timeout = group._get_backend(self.device).options._timeout
-        seconds = timeout.total_seconds()
-        self._kernel_timeout_ms = int(1000 * (seconds + _SECONDS_FOR_THE_WATCH))
-        self._handle, self._peers = self._allocate()
-        self._watch = Watch(Ranks(group, self.device, "PeerMemory"), seconds, self.device)
+        of_group = group._get_backend(self.device).options._timeout.total_seconds()
+        seconds = of_group - min(_SECONDS_BEFORE_NCCL, of_group / 10)
+        if timeout is not None:
+            seconds = min(seconds, timeout.total_seconds())
+        from ddp_lite.peer.signals import Signals  # needs Triton: ``obstacle`` has asked for it
+
+        handle, self._peers = self._allocate()
+        signals = Signals(handle, self._peers[self._rank])
+        self._watch = Watch(signals, Ranks(group, self.device, "PeerMemory"), seconds)
+        self.barrier, self.stagger = signals.barrier, signals.stagger
+        with torch.cuda.stream(self.stream):  # loads the kernels, which a recording cannot do
+            self.barrier()
+            self.stagger()
 
     def _allocate(self) -> tuple[Any, list[Tensor]]:
         """Torch's handle of the memory, which has the signals; each rank's memory, mapped here."""
@@ -166,7 +158,8 @@ class PeerMemory:
             # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
             memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
         except RuntimeError as error:
-            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({_first_line(error)})"
+            first_line = str(error).partition("\n")[0]  # CUDA's errors may go on with a trace
+            problem = f"rank {self._rank} has {free / MEBIBYTE:,.0f} MB free ({first_line})"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or memory is None:
             raise torch.OutOfMemoryError(
@@ -181,7 +174,8 @@ class PeerMemory:
                 for rank in range(self._world_size)
             ]
         except RuntimeError as error:  # a container may forbid what processes share memory by
-            problem = f"rank {self._rank} could not: {_first_line(error)}"
+            first_line = str(error).partition("\n")[0]
+            problem = f"rank {self._rank} could not: {first_line}"
         problems = [each for each in all_gather_json(problem, self.group) if each]
         if problems or handle is None:
             raise RuntimeError(
@@ -191,29 +185,20 @@ class PeerMemory:
         return handle, mapped
 
     def next_slot(self) -> int:
-        """The number of the slot that the next window uses."""
+        """See ``SharedMemory``."""
         self._windows += 1
         return self._windows % SLOTS
 
     def slot(self, rank: int, number: int, dtype: torch.dtype) -> Tensor:
-        """A slot of ``rank``'s memory, mapped here, shape (rows, elements in ``row_bytes``)."""
+        """See ``SharedMemory``."""
         rows = rows_in_slot(self._world_size)
         slots = self._peers[rank].view(dtype).view(SLOTS, rows, self.row_bytes // dtype.itemsize)
         return slots[number]
 
-    def barrier(self) -> None:
-        """The current stream waits for all ranks."""
-        self._handle.barrier(_BARRIER_CHANNEL, self._kernel_timeout_ms)
-
-    def stagger(self) -> None:
-        """The current stream signals rank - 1 and waits for the signal of rank + 1."""
-        before, after = (self._rank - 1) % self._world_size, (self._rank + 1) % self._world_size
-        self._handle.put_signal(before, _TURN_CHANNEL, self._kernel_timeout_ms)
-        self._handle.wait_signal(after, _TURN_CHANNEL, self._kernel_timeout_ms)
-
     def follow(self, start: torch.cuda.Event) -> None:
-        """``stream``, the current one here, waits for ``start``, and for all ranks if it must."""
+        """See ``SharedMemory``."""
         assert self.stream is not None
+        self._watch.check()
         # A stream that joins a recording by waiting belongs to it until the recording ends.
         joined = torch.cuda.is_current_stream_capturing()
         self.stream.wait_event(start)
@@ -221,97 +206,13 @@ class PeerMemory:
         if self._recordings.begin(recording=recording, first=not joined):
             self.barrier()
 
-    def queued(self, event: torch.cuda.Event | None) -> None:
-        """Watches ``event``, unless it is recorded; raises if an earlier one did not come in time.
-
-        An event in a recording belongs to the graph, and cannot be asked for.
-        """
-        assert event is not None
-        if not torch.cuda.is_current_stream_capturing():
-            self._watch.add(event)
-
     def watch(self) -> None:
-        """Watches what has been queued on the current stream, such as the replay of a CUDA graph.
+        """After the replay of a CUDA graph, which does not come by here.
 
         Raises:
-            PeerFailureError: an earlier exchange or replay did not finish in time.
+            PeerFailureError: an earlier exchange did not finish in time.
         """
-        self._watch.add(torch.cuda.current_stream(self.device).record_event())
-
-
-class Watch:
-    """A thread that names lost ranks when an event does not come in time.
-
-    The error is logged at once, because the host may be waiting inside CUDA, and raised where the
-    next exchange is started.
-
-    Args:
-        ranks: find out who is lost.
-        seconds: how long to wait for an event after the one before it has come.
-        device: of the events.
-    """
-
-    def __init__(self, ranks: Ranks, seconds: float, device: torch.device) -> None:
-        self._events: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
-        self._errors: list[Exception] = []
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_watch,
-            args=(self._events, self._errors, stop, ranks, seconds, device),
-            daemon=True,
-            name="ddp_lite watch over copies",
-        )
-        thread.start()
-        # Also before the interpreter finalises, which aborts if a thread is inside torch by then.
-        weakref.finalize(self, _end, thread, self._events, stop)
-
-    def add(self, event: torch.cuda.Event) -> None:
-        """Waits for ``event`` too.
-
-        Raises:
-            PeerFailureError: an earlier one did not come in time.
-        """
-        if self._errors:
-            raise self._errors[0]
-        self._events.put(event)
-
-
-def _end(
-    thread: threading.Thread,
-    events: queue.SimpleQueue[torch.cuda.Event | None],
-    stop: threading.Event,
-) -> None:
-    stop.set()
-    events.put(None)
-    thread.join(_SECONDS_TO_END)
-
-
-def _watch(
-    events: queue.SimpleQueue[torch.cuda.Event | None],
-    errors: list[Exception],
-    stop: threading.Event,
-    ranks: Ranks,
-    seconds: float,
-    device: torch.device,
-) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first GPU, another rank's
-    number = 0
-    while (event := events.get()) is not None:
-        number += 1
-        begin = time.monotonic()
-        try:
-            while not event.query():
-                if time.monotonic() - begin > seconds:
-                    raise RuntimeError(f"not finished after {seconds:.0f} s")
-                if stop.wait(_POLL_SECONDS):
-                    return
-        except RuntimeError as cause:  # CUDA's errors are RuntimeErrors too
-            waited = time.monotonic() - begin
-            error = ranks.failure("an exchange between GPUs", number, waited, cause)
-            errors.append(error)
-            _log.error("%s", error)
-            return
+        self._watch.check()
 
 
 def obstacle(group: dist.ProcessGroup, device: torch.device | None = None) -> str | None:
@@ -363,6 +264,8 @@ def _gpus(device: torch.device | None) -> tuple[str, str, list[str]]:
     """What is wrong with this rank's GPU, its name, and the names of those that it can reach."""
     if not torch.cuda.is_available():
         return "without a GPU", "", []
+    if importlib.util.find_spec("triton") is None:
+        return "without Triton", "", []
     mine = torch.cuda.current_device()
     if device is not None and device.index != mine:
         return f"with messages on {device} while cuda:{mine} is current", "", []
@@ -374,8 +277,3 @@ def _gpus(device: torch.device | None) -> tuple[str, str, list[str]]:
 
 def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
-
-
-def _first_line(error: Exception) -> str:
-    """CUDA's errors may go on with a trace of its own."""
-    return str(error).partition("\n")[0]

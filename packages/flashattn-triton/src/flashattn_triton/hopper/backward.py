@@ -28,6 +28,7 @@ from flashattn_triton.launch import (
     Launch,
     Layout,
     Packing,
+    Parameter,
     Strides,
     allocator,
     contiguous_strides,
@@ -72,7 +73,8 @@ def copied_part(x: Tensor, *, may_repeat: bool, viewed: bool) -> tuple[Part | No
     own = shape
     if may_repeat:
         own = tuple([1 if i < 2 and stride == 0 else shape[i] for i, stride in enumerate(strides)])
-    if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, x.element_size()) is None:
+    # Strides are counted in units of 8 elements, also those of an output in fp32.
+    if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, itemsize=2) is None:
         return None, strides
     if not viewed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
         return (), contiguous_strides(shape)
@@ -121,14 +123,18 @@ class HopperBackwardCall:
         grad_logsumexp: Tensor | None,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of inputs of these strides and alignments.
+        """dQ, dK and dV of inputs of these strides and alignments, added to ``into`` if given.
 
         Nothing is needed of ``mask_and_bias``, in which there are sinks at most.
         """
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
+                return self(
+                    query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing,
+                    mask_and_bias, into,
+                )  # fmt: skip
         if self.copied is not None:
             tensors = (query, key, value, out, grad_out)
             query, key, value, out, grad_out = [
@@ -136,7 +142,10 @@ class HopperBackwardCall:
                 for x, part in zip(tensors, self.copied, strict=True)
             ]
         allocate, (dq_layout, dk_layout, dv_layout) = self.allocate, self.gradients
-        dq, dk, dv = allocate(*dq_layout), allocate(*dk_layout), allocate(*dv_layout)
+        if into:
+            dq, dk, dv = into
+        else:
+            dq, dk, dv = allocate(*dq_layout), allocate(*dk_layout), allocate(*dv_layout)
         shared = allocate(*self.shared)
         statistics, do = shared.data_ptr(), grad_out.data_ptr()
         dq_sum = statistics + self.statistics
@@ -154,8 +163,8 @@ class HopperBackwardCall:
             "do_desc": do,
             "statistics_desc": statistics,
             "dq_ptr": dq_sum,
-            "dk_desc": dk.data_ptr(),
-            "dv_desc": dv.data_ptr(),
+            "dk_out": dk.data_ptr(),
+            "dv_out": dv.data_ptr(),
         }
         after = {"sum_ptr": dq_sum, "dq_ptr": dq.data_ptr()}
         if grad_logsumexp is not None:
@@ -178,12 +187,13 @@ def hopper_backward_call(
     grad_logsumexp: Tensor | None,
     problem: Problem,
     packing: Packing | None = None,
+    into: Sequence[Tensor] = (),
 ) -> HopperBackwardCall:
     """The call for views of Q, K, V, O and dO of these shapes, strides and types.
 
     It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
-    dtype. dQ is accumulated in fp32; in any order, unless ``problem`` asks for deterministic
-    gradients.
+    dtype, or adds them to fp32 tensors with the strides of ``into`` (:func:`can_add`). dQ is
+    accumulated in fp32; in any order, unless ``problem`` asks for deterministic gradients.
 
     Args:
         tensors: may have any strides, and are copied where the TMA cannot follow them; what is the
@@ -191,6 +201,7 @@ def hopper_backward_call(
         grad_logsumexp: dL, (B, H, N_q), or None for zero.
         problem: as given to the forward pass, as ``packing``.
         packing: see ``problem``.
+        into: views of the tensors to which gradients are added, or nothing.
     """
     query, key, value, out, _ = tensors
     device, dtype = query.device, query.dtype
@@ -208,7 +219,7 @@ def hopper_backward_call(
         empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
         for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
     )
-    dq_stride, dk_stride, dv_stride = dq.stride(), dk.stride(), dv.stride()
+    dq_stride, dk_stride, dv_stride = (x.stride() for x in into or (dq, dk, dv))
     width, values = forward_widths((head_dim, value_dim))
     kernel, loaded = KERNELS[width]
     config = backward_config((head_dim, value_dim), problem)
@@ -248,7 +259,7 @@ def hopper_backward_call(
         preprocess_kernel,
         programs[0],
         {
-            "O_ptr": dtype,
+            "O_ptr": out.dtype,
             "dO_ptr": dtype,
             "L_ptr": fp32,
             "dL_ptr": fp32 if has_dl else None,
@@ -277,15 +288,26 @@ def hopper_backward_call(
     postprocess = hopper_launch(
         postprocess_kernel,
         programs[0],
-        {"sum_ptr": fp32, "dq_ptr": dtype, "tiles_ptr": table},
+        {"sum_ptr": fp32, "dq_ptr": fp32 if into else dtype, "tiles_ptr": table},
         {
             **stride_numbers(q=stride_div8(dq_stride)),
             **numbers,
             "D_DIV8": head_dim // 8,
             "scale": problem.scale,
         },
-        {**shape, "WIDTH": sum_width, "NARROW": head_dim < width},
+        {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
     )
+    dk_out: Parameter = fp32
+    dv_out: Parameter = fp32
+    of_sums: dict[str, int | None] = {}
+    if into:
+        of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
+        of_sums["D_DIV8"] = head_dim // 8
+    else:
+        dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype)
+        dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype)
+        if kernel is hopper_backward_kernel:
+            of_sums = dict.fromkeys((*stride_numbers(dk=(0, 0, 0), dv=(0, 0, 0)), "D_DIV8"))
     may_ring = problem.deterministic and problem.band == (None, None)
     main = hopper_launch(
         kernel,
@@ -299,8 +321,8 @@ def hopper_backward_call(
                 [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
             ),
             "dq_ptr": fp32,
-            "dk_desc": map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype),
-            "dv_desc": map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype),
+            "dk_out": dk_out,
+            "dv_out": dv_out,
             "tiles_ptr": table,
             "order_counters_ptr": torch.int32 if problem.deterministic else None,
         },
@@ -314,6 +336,7 @@ def hopper_backward_call(
             "scale": problem.scale,
             "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
             "tanh_scale": None if softcap is None else problem.scale / softcap,
+            **of_sums,
         },
         {
             "OPTIONS": BackwardOptions(
@@ -324,6 +347,7 @@ def hopper_backward_call(
                 packed=packed,
                 bottom_right=packed and problem.bottom_right,
                 ordered=problem.deterministic,
+                adds=bool(into),
                 ring=most_in_ring(device) if may_ring else 0,
             )
         },
@@ -341,6 +365,20 @@ def hopper_backward_call(
         order_counters=rows // queries if problem.deterministic else 0,
         copied=None if all(part is None for part in copied) else copied,
     )
+
+
+def can_add(head_dims: tuple[int, int], into: Sequence[Tensor]) -> bool:
+    """Whether a kernel here adds gradients to these fp32 tensors, of up to 128 columns.
+
+    Args:
+        head_dims: D of query and key, E of value.
+        into: (B, H, N, D) and two (B, G, N, ...) views.
+    """
+    aligned = all(
+        x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s % 8 == 0 for s in x.stride()[:3])
+        for x in into
+    )
+    return aligned and forward_widths(head_dims)[0] <= 128
 
 
 def most_in_ring(device: torch.device) -> int:

@@ -275,7 +275,7 @@ def _consumer(
     OPTIONS: gl.constexpr,
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
-    dk_desc, dv_desc = stores
+    dk_out, dv_out = stores
     kv_full, q_full, do_full, _ = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     HAS_SOFTCAP: gl.constexpr = scales[2] is not None
@@ -327,8 +327,8 @@ def _consumer(
     fence_async_shared()
     named_barrier_sync(READ, CONSUMERS)
     if CONSUMER == 0:
-        store_tile(dv_desc, k_at, kv_head, first_key, v_smem.index(0), OPTIONS.packed)
-        store_tile(dk_desc, k_at, kv_head, first_key, k_smem.index(0), OPTIONS.packed)
+        store_tile(dv_out, k_at, kv_head, first_key, v_smem.index(0), OPTIONS.packed)
+        store_tile(dk_out, k_at, kv_head, first_key, k_smem.index(0), OPTIONS.packed)
         tma.store_wait(0)
 
 
@@ -343,8 +343,8 @@ def backward_256_kernel(
     do_desc,  # (B, H, N_q, E)
     statistics_desc,  # (B · H · tiles · TILE, STATISTICS) bf16, tiles of (TILE, STATISTICS)
     dq_ptr,  # (B · H · tiles, WIDTH / PART, TILE · PART) fp32, blocks as fragment_offsets says
-    dk_desc,  # (B, G, N_k, D)
-    dv_desc,  # (B, G, N_k, E)
+    dk_out,  # (B, G, N_k, D)
+    dv_out,  # (B, G, N_k, E)
     # From here on, parameters are those of hopper_backward_kernel.
     tiles_ptr,
     order_counters_ptr,
@@ -365,7 +365,7 @@ def backward_256_kernel(
     p_smem = allocate_tiles(q_desc.dtype, 1, TILE, TILE)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, TILE, TILE)
     barriers = allocate_barriers(1 if OPTIONS.ordered else 0)
-    stores = (dk_desc, dv_desc)
+    stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
 

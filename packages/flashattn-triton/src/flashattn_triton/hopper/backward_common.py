@@ -71,6 +71,7 @@ class BackwardOptions:
     has_left: no query sees a key more than ``band`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     ordered: programs add to a tile of dQ in a fixed order.
+    adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
     """
 
@@ -81,6 +82,7 @@ class BackwardOptions:
     packed: bool
     bottom_right: bool
     ordered: bool
+    adds: bool
     ring: int
 
 

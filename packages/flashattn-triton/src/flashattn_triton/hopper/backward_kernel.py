@@ -86,9 +86,10 @@ from flashattn_triton.hopper.products import (
     store_columns,
     wait_for_all,
     wait_for_columns,
+    write_columns,
     zero_columns,
 )
-from flashattn_triton.hopper.schedule import store_tile
+from flashattn_triton.hopper.schedule import first_element, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
@@ -207,7 +208,7 @@ def _consumer(
     OPTIONS: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
-    dk_desc, dv_desc = stores
+    dk_out, dv_out, dk_strides, dv_strides, widths_div8 = stores
     kv_full, q_full, do_full, may_add = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     scale, _, tanh_scale = scales
@@ -264,9 +265,13 @@ def _consumer(
 
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
-    store_columns(own_v, dv)  # the other consumer never reads this half of V
-    fence_async_shared()
-    store_tile(dv_desc, k_at, kv_head, own_key, own_v, OPTIONS.packed)
+    if OPTIONS.adds:
+        dv_rows = dv_out + first_element(dv_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
+        write_columns(dv_rows, n_keys - own_key, dv_strides[2], widths_div8, dv, True)
+    else:
+        store_columns(own_v, dv)  # the other consumer never reads this half of V
+        fence_async_shared()
+        store_tile(dv_out, k_at, kv_head, own_key, own_v, OPTIONS.packed)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if OPTIONS.ordered:
         mbarrier.wait(may_add.index(0), (steps - 1) & 1)
@@ -275,17 +280,28 @@ def _consumer(
         named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
-    # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
-    store_columns(own_k, scaled(dk, scale))
-    fence_async_shared()
-    store_tile(dk_desc, k_at, kv_head, own_key, own_k, OPTIONS.packed)
-    tma.store_wait(0)
+    if OPTIONS.adds:
+        dk_rows = dk_out + first_element(dk_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
+        dk = scaled(dk, scale)
+        write_columns(dk_rows, n_keys - own_key, dk_strides[2], widths_div8, dk, True)
+    else:
+        # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
+        store_columns(own_k, scaled(dk, scale))
+        fence_async_shared()
+        store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed)
+        tma.store_wait(0)
 
 
 # ---- kernel --------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(
+    do_not_specialize=[
+        *UNSPECIALIZED,
+        *("stride_dkb", "stride_dkh", "stride_dkk", "stride_dvb", "stride_dvh", "stride_dvk"),
+        "D_DIV8",
+    ]
+)
 def hopper_backward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (QUERIES, D)
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, D)
@@ -293,8 +309,8 @@ def hopper_backward_kernel(
     do_desc,  # as q_desc
     statistics_desc,  # (B · H · tiles · QUERIES, STATISTICS) bf16, tiles of (QUERIES, STATISTICS)
     dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of fragment_offsets
-    dk_desc,  # (B, G, N_k, D), tiles of (OWN, D)
-    dv_desc,
+    dk_out,  # (B, G, N_k, D), tiles of (OWN, D); a pointer to fp32 sums if ``adds``
+    dv_out,
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
     order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
@@ -306,6 +322,13 @@ def hopper_backward_kernel(
     scale,
     scale_log2,
     tanh_scale,
+    stride_dkb,  # of dK and dV in units of 8 elements, if ``adds``, else None
+    stride_dkh,
+    stride_dkk,
+    stride_dvb,
+    stride_dvh,
+    stride_dvk,
+    D_DIV8,  # D / 8, likewise
     OPTIONS: gl.constexpr,  # backward_common.BackwardOptions
 ):
     """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
@@ -318,7 +341,9 @@ def hopper_backward_kernel(
     buffers = allocate_buffers(loads)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, q_desc.block_shape[-2])
     barriers = allocate_barriers(1 if OPTIONS.ordered else 0)
-    stores = (dk_desc, dv_desc)
+    dk_strides = (stride_dkb, stride_dkh, stride_dkk)
+    dv_strides = (stride_dvb, stride_dvh, stride_dvk)
+    stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
 

@@ -228,7 +228,7 @@ def _consumer(
     OPTIONS: gl.constexpr,
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
-    dk_desc, dv_desc = stores
+    dk_out, dv_out = stores
     kv_full, q_full, do_full, may_add = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     sizes, tiles_ptr, band = work
@@ -306,7 +306,7 @@ def _consumer(
     own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     own_v.store(dv.to(own_v.dtype))  # the other consumer never reads this half of V
     fence_async_shared()
-    store_tile(dv_desc, k_at, kv_head, own_key, own_v, OPTIONS.packed)
+    store_tile(dv_out, k_at, kv_head, own_key, own_v, OPTIONS.packed)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if OPTIONS.ordered:
         mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
@@ -323,7 +323,7 @@ def _consumer(
         # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
         own_k.store((dk[part] * scale).to(own_k.dtype))
         fence_async_shared()
-        store_tile(dk_desc, k_at, kv_head, own_key, own_k, OPTIONS.packed, part * PART)
+        store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed, part * PART)
     tma.store_wait(0)
 
 
@@ -338,8 +338,8 @@ def wide_backward_kernel(
     do_desc,  # (B, H, N_q, E), tiles of (QUERIES, VALUES)
     statistics_desc,  # (B · H · tiles · QUERIES, STATISTICS) bf16, tiles of (QUERIES, STATISTICS)
     dq_ptr,  # (B · H · tiles, PARTS, QUERIES · PART) fp32, blocks in the order of fragment_offsets
-    dk_desc,  # (B, G, N_k, D), tiles of (OWN, PART)
-    dv_desc,  # (B, G, N_k, E), tiles of (OWN, VALUES)
+    dk_out,  # (B, G, N_k, D), tiles of (OWN, PART)
+    dv_out,  # (B, G, N_k, E), tiles of (OWN, VALUES)
     # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
     tiles_ptr,
     order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
@@ -359,7 +359,7 @@ def wide_backward_kernel(
     buffers = allocate_buffers(loads, PARTS)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, QUERIES)
     barriers = allocate_barriers(STAGES if OPTIONS.ordered else 0)
-    stores = (dk_desc, dv_desc)
+    stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
 

@@ -92,8 +92,6 @@ def orders_gradients(head_dims: tuple[int, int], problem: Problem) -> bool:
 
 
 def _other_refusal(problem: Problem, tensors: tuple[str, ...]) -> str | None:
-    if problem.out_dtype is not None:
-        return "its output has the inputs' dtype"
     if problem.largest_only:
         return "it does not return the largest scores"
     others = [name for name in tensors if name != "sinks"]

@@ -32,11 +32,16 @@ from flashattn_triton.launch import (
     empty_output,
     empty_row_statistic,
     in_layout,
+    stride_numbers,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
 
 LOG2_E = 1.4426950408889634
+# From so many keys on, a program computes one tile. Its start costs less than a percent, and where
+# one ends another kernel finds its place, such as NCCL's: a persistent program that starts late
+# because of it would end as much later.
+MANY_KEYS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +76,7 @@ class HopperForwardCall:
             "q_desc": query.data_ptr(),
             "k_desc": key.data_ptr(),
             "v_desc": value.data_ptr(),
-            "o_desc": out.data_ptr(),
+            "o_out": out.data_ptr(),
             "L_ptr": logsumexp.data_ptr(),
         }
         if packing is not None and self.tiles is not None:
@@ -114,7 +119,9 @@ def hopper_forward_call(
     (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
     head_dims = (q_shape[3], v_shape[3])
     like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
-    out, lse = empty_output(like, head_dims[1]), empty_row_statistic(like)
+    in_fp32 = problem.out_dtype is torch.float32
+    out = empty_output(like, head_dims[1], problem.out_dtype)
+    lse = empty_row_statistic(like)
     left, right = problem.band
     softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.
@@ -136,7 +143,7 @@ def hopper_forward_call(
         group = batch * heads
     tile_columns, value_columns = forward_widths(head_dims)
     tile_columns //= config.parts
-    numbers = {
+    numbers: dict[str, float | None] = {
         "N_TILES": n_tiles,
         "N_QUERIES": n_queries,
         "N_HEADS": heads,
@@ -166,6 +173,7 @@ def hopper_forward_call(
         packed=packed,
         bottom_right=packed and problem.bottom_right,
         has_sinks=sinks is not None,
+        fp32_out=in_fp32,
     )
     map_of = packed_tile_map if packed else tile_map
     query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
@@ -174,11 +182,15 @@ def hopper_forward_call(
     v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns], dtype)
     # In the place of Q, if there is no other, it is as wide as a part of Q.
     o_map = map_of(out.shape, out.stride(), query_block, dtype)
+    o_strides = stride_numbers(o=[stride // 8 for stride in out.stride()[:3]])
+    numbers |= {**o_strides, "E_DIV8": head_dims[1] // 8}
+    if not in_fp32:
+        numbers |= dict.fromkeys((*o_strides, "E_DIV8"))
     parameters: dict[str, Parameter] = {
         "q_desc": q_map,
         "k_desc": k_map,
         "v_desc": v_map,
-        "o_desc": o_map,
+        "o_out": torch.float32 if in_fp32 else o_map,
         "L_ptr": torch.float32,
         "tiles_ptr": torch.int32 if packed else None,
         "sinks_ptr": None if sinks is None else sinks.dtype,
@@ -186,7 +198,7 @@ def hopper_forward_call(
     return HopperForwardCall(
         launch=hopper_launch(
             hopper_forward_kernel,
-            min(n_tiles, programs),
+            n_tiles if n_keys >= MANY_KEYS else min(n_tiles, programs),
             parameters,
             numbers,
             {"OPTIONS": options},

@@ -44,10 +44,12 @@ from flashattn_triton.hopper.products import (
     scale_rows,
     store_columns,
     wait_for_columns,
+    write_columns,
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
     END,
+    first_element,
     key_tiles,
     load_tile,
     store_tile,
@@ -103,6 +105,7 @@ class ForwardOptions:
     has_left: no query sees a key more than ``width`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     has_sinks: each head has one more score in every row.
+    fp32_out: the output is stored as it was accumulated.
     """
 
     consumers: int
@@ -122,6 +125,7 @@ class ForwardOptions:
     packed: bool
     bottom_right: bool
     has_sinks: bool
+    fp32_out: bool
 
 
 # ---- the next tile of queries --------------------------------------------------------------------
@@ -224,7 +228,7 @@ def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr)
 @gluon.jit
 def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
-    q_desc, k_desc, v_desc, _o_desc = descriptors
+    q_desc, k_desc, v_desc, _o_out = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, _o_smem, records = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
@@ -431,11 +435,11 @@ def _consumer(
     OPTIONS: gl.constexpr,
 ):
     """Output and logsumexp of 64 rows of each tile."""
-    _q_desc, _k_desc, _v_desc, o_desc = descriptors
+    _q_desc, _k_desc, _v_desc, o_out = descriptors
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q_smem, k_smem, v_smem, o_smem, records = buffers
     _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
-    L_ptr, sinks_ptr = per_row
+    L_ptr, sinks_ptr, o_strides, width_div8 = per_row
     scale_log2, tanh_scale = scales
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     STAGES: gl.constexpr = OPTIONS.stages
@@ -547,8 +551,13 @@ def _consumer(
         if Q_SLOTS > 1:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
-        o_tile = CONSUMER * PARTS
-        _store_output(acc, o_desc, q_at, head, first_row, o_smem, o_tile, O_PARTS, OPTIONS.packed)
+        if OPTIONS.fp32_out:
+            at = first_element(o_strides, q_at, head, n_queries, first_row, OPTIONS.packed)
+            write_columns(o_out + at, n_queries - first_row, o_strides[2], width_div8, acc, False)
+        else:
+            _store_output(
+                acc, o_out, q_at, head, first_row, o_smem, CONSUMER * PARTS, O_PARTS, OPTIONS.packed
+            )
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if OPTIONS.packed:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
@@ -579,6 +588,7 @@ def _consumer(
         "width",
         "scale_log2",
         "tanh_scale",
+        *("stride_ob", "stride_oh", "stride_oq", "E_DIV8"),
     ],
     do_not_specialize_on_alignment=["sinks_ptr"],
 )
@@ -586,7 +596,7 @@ def hopper_forward_kernel(
     q_desc,  # (B, H, N_q, D), tiles of (ROWS, D / PARTS)
     k_desc,  # (B, G, N_k, D), tiles of (KEYS, D / PARTS)
     v_desc,  # (B, G, N_k, E), tiles of (KEYS, E)
-    o_desc,  # (B, H, N_q, E), tiles of (ROWS, E), or of (ROWS, E / 2)
+    o_out,  # (B, H, N_q, E), tiles of (ROWS, E), or of (ROWS, E / 2); a pointer if ``fp32_out``
     L_ptr,  # (B, H, N_q) fp32, contiguous
     tiles_ptr,  # the table of schedule.packed_tiles_kernel if ``packed``, else None
     sinks_ptr,  # (H,) if ``has_sinks``, else None
@@ -600,6 +610,10 @@ def hopper_forward_kernel(
     width,
     scale_log2,
     tanh_scale,
+    stride_ob,  # of the output in units of 8 elements, if ``fp32_out``, else None
+    stride_oh,
+    stride_oq,
+    E_DIV8,  # E / 8, likewise
     OPTIONS: gl.constexpr,  # ForwardOptions
 ):
     """Tiles of consumers · 64 rows, ``N_TILES`` of them over all heads, by any number of programs.
@@ -650,7 +664,7 @@ def hopper_forward_kernel(
         if not OPTIONS.named_releases:
             mbarrier.init(k_empty.index(i), count=CONSUMERS)
             mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    descriptors = (q_desc, k_desc, v_desc, o_desc)
+    descriptors = (q_desc, k_desc, v_desc, o_out)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem, records)
     if OPTIONS.packed:
@@ -661,7 +675,7 @@ def hopper_forward_kernel(
         (N_TILES, N_QUERIES, N_HEADS, HEADS_PER_KV, GROUP), (N_KEYS, offset, width), tiles_ptr
     )  # fmt: skip
     scales = (scale_log2, tanh_scale)
-    per_row = (L_ptr, sinks_ptr)
+    per_row = (L_ptr, sinks_ptr, (stride_ob, stride_oh, stride_oq), E_DIV8)
     REGISTERS: gl.constexpr = OPTIONS.registers
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.

@@ -163,13 +163,14 @@ def postprocess_kernel(
     scale,
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < SUM_PARTS · WIDTH
+    ADDS: tl.constexpr,  # to what dq_ptr holds in fp32
     SUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """dQ = scale · sum, in the inputs' dtype. Grid: tiles · B · H.
+    """dQ = scale · sum, in the inputs' dtype, or added to it in fp32. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
@@ -205,8 +206,7 @@ def postprocess_kernel(
         if PACKED:
             wide += first_token
         dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
-        tl.store(
-            dq_rows + columns,
-            (total * scale).to(dq_ptr.dtype.element_ty),
-            mask=present,
-        )
+        dq = total * scale
+        if ADDS:
+            dq += tl.load(dq_rows + columns, mask=present, other=0.0)
+        tl.store(dq_rows + columns, dq.to(dq_ptr.dtype.element_ty), mask=present)

@@ -138,6 +138,30 @@ def scale_risen_rows(accs, factors, rises):
 
 
 @gluon.jit
+def write_columns(rows, n_rows, stride, width_div8, accs, ADDS: gl.constexpr):
+    """Writes accumulators to fp32 rows in memory, or adds them; nobody else changes these.
+
+    ``rows``: pointer to the first one. ``n_rows``: how many there are; may be less than 1.
+    ``stride``: from row to row, and ``width_div8`` the columns of a row, both in units of 8.
+    """
+    _write_range(rows, n_rows, stride, width_div8, accs[0], ADDS)
+    if len(accs) == 2:
+        _write_range(rows + FIRST, n_rows, stride, width_div8 - FIRST // 8, accs[1], ADDS)
+
+
+@gluon.jit
+def _write_range(rows, n_rows, stride, width_div8, acc, ADDS: gl.constexpr):
+    LAYOUT: gl.constexpr = acc.type.layout
+    row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    pointers = rows + row * (gl.cast(stride, gl.int64) * 8) + column
+    present = (row < n_rows) & (column // 8 < width_div8)
+    if ADDS:
+        acc += gl.load(pointers, mask=present, other=0.0)
+    gl.store(pointers, acc, mask=present)
+
+
+@gluon.jit
 def store_columns(tile, accs):
     """Rounds accumulators and stores them as the first columns of a tile in shared memory."""
     if len(accs) == 1:

@@ -191,6 +191,19 @@ def store_tile(descriptor, at, head, row, tile, PACKED: gl.constexpr, COLUMN=0):
         tma_store(descriptor, [at[0], head, row, COLUMN], tile)
 
 
+@gluon.jit
+def first_element(strides, at, head, n_rows, row, PACKED: gl.constexpr):
+    """Where a sequence's ``row`` begins in memory, in elements, if there is no descriptor.
+
+    ``strides``: of batch, head and row in units of 8. ``at``: as for :func:`load_tile`.
+    """
+    if PACKED:
+        outer = gl.cast(at[0] - n_rows, gl.int64) * strides[2]
+    else:
+        outer = gl.cast(at[0], gl.int64) * strides[0]
+    return (outer + gl.cast(head, gl.int64) * strides[1] + gl.cast(row, gl.int64) * strides[2]) * 8
+
+
 # ---- forward: persistent programs ----------------------------------------------------------------
 
 

@@ -64,7 +64,9 @@ STATIC_CACHE_WHILE_TRACED = (
 )
 
 
-def register(*, packed: bool = False, max_documents: int | None = None) -> None:
+def register(
+    *, packed: bool = False, max_documents: int | None = None, context_parallel: Any = None
+) -> None:
     """Makes ``attn_implementation="flashattn-triton"`` known to transformers; repeatable.
 
     So is the alias ``"triton-attention"``. Some models ask whether the name of their implementation
@@ -77,6 +79,11 @@ def register(*, packed: bool = False, max_documents: int | None = None) -> None:
             traced, and packed batches cost more, so that it must be asked for.
         max_documents: at least the number of sequences in all rows of a batch, if ``packed``; see
             :func:`~flashattn_triton.flash_attention`.
+        context_parallel: the ranks that share each sequence, a process group or a mesh of one
+            dimension: models then take ``input_ids``, ``labels`` and ``position_ids`` of this
+            rank's tokens (:mod:`~flashattn_triton.context_parallel`), and for packed sequences
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, the starts among all ranks' tokens. There is
+            no padding and no cache.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
     on either side, packed sequences, sliding windows on one side or both, soft-caps, attention
@@ -101,10 +108,15 @@ def register(*, packed: bool = False, max_documents: int | None = None) -> None:
             "registering with transformers needs the transformers package; "
             "install it with: pip install 'flashattn-triton[transformers]'"
         ) from error
-    forward = functools.partial(attention_forward, max_documents=max_documents)
+    forward = functools.partial(
+        attention_forward, max_documents=max_documents, context_parallel=context_parallel
+    )
+    mask = functools.partial(
+        attention_mask, packed=packed, context_parallel=context_parallel is not None
+    )
     for name in (NAME, ALIAS):
         AttentionInterface.register(name, forward)
-        AttentionMaskInterface.register(name, functools.partial(attention_mask, packed=packed))
+        AttentionMaskInterface.register(name, mask)
     model_checks.install(modeling_utils.PreTrainedModel, (NAME, ALIAS))
     recognise = modeling_utils.is_flash_attention_requested
     if not hasattr(recognise, "leaves_out"):
@@ -140,6 +152,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     max_documents: int | None = None,
+    context_parallel: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
@@ -161,7 +174,8 @@ def attention_forward(
         s_aux: (H,) attention sinks.
         position_bias: added to the scores, broadcastable to (B, H, N_q, N_k), with its gradient.
             With a padding mask as well, a bias for the whole batch is in memory.
-        max_documents: as given to :func:`register`.
+        max_documents: as given to :func:`register`, as ``context_parallel``.
+        context_parallel: see ``max_documents``.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
@@ -205,6 +219,15 @@ def attention_forward(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    if context_parallel is not None:
+        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
+            if x is not None:
+                raise ValueError(
+                    f"{name} must be None with {NAME} over ranks, but got a tensor. Register it "
+                    f"without context_parallel."
+                )
+        starts = cu_seq_lens_q
+        return _attend_over_ranks(query, key, value, context_parallel, starts, options), None
     traced = torch.compiler.is_compiling() and attention_mask is not None
     documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
     packed = cu_seq_lens_q is not None or (
@@ -258,6 +281,25 @@ def _dropout_settings(module: nn.Module) -> str:
     """The settings of the layer's model that cause dropout in attention, each set to 0."""
     found = model_checks.dropout_settings(getattr(module, "config", module))
     return " and ".join(f"{name}=0" for name in found) or "attention's dropout to 0"
+
+
+def _attend_over_ranks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Any,
+    starts: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention to the tokens of all ranks that share the sequences."""
+    from flashattn_triton.context_parallel import context_parallel_attention
+
+    if starts is None:
+        out = context_parallel_attention(query, key, value, group, layout="bhsd", **options)
+        return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = context_parallel_attention(q, k, v, group, cu_seqlens=starts, **options)
+    return out.unsqueeze(0)  # type: ignore[no-any-return]
 
 
 def _attend_packed(
@@ -356,6 +398,7 @@ def attention_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     packed: bool = False,
+    context_parallel: bool = False,
     **_: Any,
 ) -> Tensor | None:
     """What :func:`attention_forward` must know of the mask, after a check that it is all there is.
@@ -380,6 +423,8 @@ def attention_mask(
         use_vmap: whether the rule takes single positions only, as those of users may.
         device: where the model computes.
         packed: as given to :func:`register`.
+        context_parallel: whether sequences are spread over ranks. Their rule is that of the layer
+            then, because positions here are those of a rank's rows.
 
     Returns:
         (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
@@ -390,6 +435,14 @@ def attention_mask(
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
         RuntimeError: the same, where compiled code finds it.
     """
+    if context_parallel:
+        if attention_mask is not None or kv_length != q_length:
+            raise ValueError(
+                f"attention_mask must be None, and caches empty, with {NAME} over ranks, but got "
+                f"{'a mask' if attention_mask is not None else 'cached keys'}. Pack sequences "
+                f"instead of padding them, and decode without context_parallel."
+            )
+        return None
     if use_vmap and mask_function is not None:
         mask_function = _of_single_positions(mask_function)
     sequences = None

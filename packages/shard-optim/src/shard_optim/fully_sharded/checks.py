@@ -47,16 +47,12 @@ def check_settings(
             "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
             f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
         )
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(
-            "reshard_after_forward must be True or False, but got "
-            f"{reshard_after_forward!r}. Pass False to keep weights until backward."
-        )
-    if not isinstance(cast_inputs, bool):
-        raise TypeError(
-            f"cast_inputs must be True or False, but got {cast_inputs!r}. Pass False for inputs "
-            "that must keep their dtype."
-        )
+    for name, value, why in (
+        ("reshard_after_forward", reshard_after_forward, "to keep weights until backward"),
+        ("cast_inputs", cast_inputs, "for inputs that must keep their dtype"),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, but got {value!r}. Pass False {why}.")
     if prefetch is True or prefetch not in (1, 2):
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
 

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-
-
-def owners_of_parameters(root: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that hold each parameter directly, by the parameter's identity."""
-    owners: defaultdict[int, list[nn.Module]] = defaultdict(list)
-    for module in root.modules():
-        for param in module.parameters(recurse=False):
-            owners[id(param)].append(module)
-    return owners
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bool) -> None:

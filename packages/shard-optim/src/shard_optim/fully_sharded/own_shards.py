@@ -7,20 +7,72 @@ and gathers what the step has updated. It is the counterpart of ``LocalOptimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place
+from shard_optim.bucket_layout import Bucket, Place, replicated_place
 from shard_optim.optimizer_class import Groups, all_params, settings_of
-from shard_optim.origin import CHECKED, INSIDE, ORIGIN, Sharded, sharded_of
+from shard_optim.origin import CHECKED, INSIDE, ORIGIN, sharded_in, sharded_of
 from shard_optim.shard_update import unshared
 
 
-class OwnShards:
+class StatesOfShards:
+    """The state in an optimizer over this rank's shards, by the number of the parameter.
+
+    Args:
+        groups: the groups of parameters.
+        optimizer: of any class; updates the tensor ``updated(param)`` of each parameter.
+    """
+
+    def __init__(self, groups: Groups, optimizer: Optimizer) -> None:
+        self._groups, self._optimizer = groups, optimizer
+
+    def updated(self, param: Tensor) -> Tensor | None:
+        """The tensor that the optimizer updates for a parameter; None if it is another rank's."""
+        return param
+
+    def place_of(self, param: Tensor) -> Place:
+        """Where the parameter's state lies."""
+        if (found := sharded_of(param)) is not None:
+            return found.place
+        known = sharded_in(self._groups)
+        assert known is not None
+        return replicated_place("a parameter", param, known.ranks.shards.rank)
+
+    def places(self) -> dict[int, Place]:
+        """Where the state of each parameter lies, by its number."""
+        return {index: self.place_of(p) for index, p in enumerate(all_params(self._groups))}
+
+    def _held(self) -> list[tuple[int, Tensor]]:
+        """Number and updated tensor of each parameter that this rank updates."""
+        found = enumerate(map(self.updated, all_params(self._groups)))
+        return [(index, updated) for index, updated in found if updated is not None]
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """This rank's state by parameter number."""
+        found = self._optimizer.state
+        return {index: dict(found[own]) for index, own in self._held() if own in found}
+
+    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+        """Replaces all state and hyperparameters, through the class's own loading."""
+        packed, number = [], 0
+        for local, new in zip(self._optimizer.param_groups, settings, strict=True):
+            members = list(range(number, number + len(local["params"])))
+            packed.append(settings_of(new) | {"params": members, ORIGIN: CHECKED})
+            number += len(members)
+        found = (states.get(index) for index, _ in self._held())
+        own = {number: unshared(state) for number, state in enumerate(found) if state}
+        with torch.no_grad():
+            self._optimizer.load_state_dict({"state": own, "param_groups": packed})
+        for local in self._optimizer.param_groups:
+            local.pop(ORIGIN, None)
+
+
+class OwnShards(StatesOfShards):
     """Updates this rank's shards element by element.
 
     Args:
@@ -33,8 +85,7 @@ class OwnShards:
         self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]
     ) -> None:
         self._groups = groups
-        self._own: list[Sharded] = []
-        self._optimizer = make([self._adopt(group) for group in groups], **kwargs)
+        super().__init__(groups, make([self._adopt(group) for group in groups], **kwargs))
         setattr(self._optimizer, INSIDE, True)
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -42,26 +93,16 @@ class OwnShards:
         self._optimizer.add_param_group(self._adopt(group))
 
     def _adopt(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        model = sharded_in(self._groups)
         for param in group["params"]:
             found = sharded_of(param)
-            if found is None or found.ranks is not (self._own or [found])[0].ranks:
+            if found is None or model is None or found.ranks is not model.ranks:
                 raise ValueError(
                     "params must be parameters of one FullyShardedDataParallel, but got one of "
                     f"shape {tuple(param.shape)} that is not. Make an optimizer for each model."
                 )
-            self._own.append(found)
         updated = [self.updated(param) for param in group["params"]]
         return settings_of(group) | {"params": [each for each in updated if each is not None]}
-
-    def updated(self, param: Tensor) -> Tensor | None:
-        """The tensor that the optimizer updates for a parameter; None if it is another rank's."""
-        return param
-
-    def place_of(self, param: Tensor) -> Place:
-        """Where the parameter's state lies."""
-        found = sharded_of(param)
-        assert found is not None
-        return found.place
 
     # --- step --------------------------------------------------------------------------------
 
@@ -89,39 +130,3 @@ class OwnShards:
         """The gradients of the shards that have one."""
         grads = (param.grad for param in all_params(self._groups))
         return [grad.detach() for grad in grads if grad is not None]
-
-    # --- state -------------------------------------------------------------------------------
-
-    def _held(self) -> Iterable[tuple[int, Tensor, Tensor]]:
-        """Number, parameter and updated tensor of each parameter that this rank updates."""
-        for index, param in enumerate(all_params(self._groups)):
-            updated = self.updated(param)
-            if updated is not None:
-                yield index, param, updated
-
-    def expose(self, state: MutableMapping[Tensor, Any]) -> None:
-        """Fills ``state`` with this rank's state under the parameters' identity."""
-        found = self._optimizer.state
-        state.clear()
-        state.update({param: found[own] for _, param, own in self._held() if own in found})
-
-    def states(self) -> dict[int, dict[str, Any]]:
-        """This rank's state by parameter number."""
-        found = self._optimizer.state
-        return {index: dict(found[own]) for index, _, own in self._held() if own in found}
-
-    def install(
-        self, states: Mapping[int, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Replaces all state and hyperparameters, through the class's own loading."""
-        packed, number = [], 0
-        for local, new in zip(self._optimizer.param_groups, settings, strict=True):
-            members = list(range(number, number + len(local["params"])))
-            packed.append(settings_of(new) | {"params": members, ORIGIN: CHECKED})
-            number += len(members)
-        found = (states.get(index) for index, _, _ in self._held())
-        own = {number: unshared(state) for number, state in enumerate(found) if state}
-        with torch.no_grad():
-            self._optimizer.load_state_dict({"state": own, "param_groups": packed})
-        for local in self._optimizer.param_groups:
-            local.pop(ORIGIN, None)

@@ -9,8 +9,7 @@ part that has lost its metadata is refused, because nothing else tells it from a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,10 +20,9 @@ from shard_optim.json_messages import tensor_bytes
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
-    Sharded,
-    check_alike,
-    check_parts,
+    check_loaded,
     describe,
+    places_of,
     say_once,
     sharded_of,
 )
@@ -39,46 +37,26 @@ class OwnState:
     Args:
         module: whose parameters have been sharded.
         ranks: that train it.
-        version: gives the module's present version, the same on every rank.
+        moment: gives the number of forwards that have begun, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, ranks: Mesh, version: Callable[[], str]) -> None:
-        self._root, self._ranks, self._version = module, ranks, version
-        self._silent = False
+    def __init__(self, module: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
+        self._root, self._ranks, self._moment = module, ranks, moment
         for each in module.modules():
-            if each is module or any(_is_shard(param) for param in each.parameters()):
+            places = places_of(each.named_parameters()).values()
+            if each is module or not all(place.replicated for place in places):
                 each.register_state_dict_post_hook(partial(self._add_origin))
                 each.register_load_state_dict_pre_hook(self._before_load)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Within it, nobody is told that a state dict is a part."""
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
-
     def _origin(self, module: nn.Module) -> dict[str, Any]:
-        shards = self._ranks.shards
-        found = ((n, sharded_of(p)) for n, p in module.named_parameters(recurse=False))
-        return describe(
-            rank=shards.rank,
-            world_size=shards.size,
-            stage=3,
-            version=self._version(),
-            spans={
-                name: each.place.span
-                for name, each in found
-                if each is not None and not each.place.replicated
-            },
-        )
+        places = places_of(module.named_parameters(recurse=False))
+        return describe(self._ranks, self._moment(), places)
 
     def _add_origin(
         self, module: nn.Module, _state_dict: Any, prefix: str, metadata: dict[str, Any]
     ) -> None:
         metadata[ORIGIN] = self._origin(module)
-        if not prefix and not self._silent:
+        if not prefix:
             say_once(self, "model", self._ranks)
 
     def _before_load(
@@ -102,27 +80,18 @@ class OwnState:
                 taken[name] = flat_slice(given, place.size, place.stride, *place.span)
             elif given.shape == place.form:
                 partial = True
-            else:
-                problem = problem or _shape_problem(name, found, given)
+            elif problem is None:
+                problem = (
+                    f"{name} must have its whole shape {tuple(place.size)}, or "
+                    f"{tuple(place.form)} as this rank's shard of {self._ranks.shards.size}, but "
+                    f"got {tuple(given.shape)}"
+                )
         if partial or problem is not None:
             origins = [] if problem else [(metadata.get(ORIGIN), self._origin(module))]
-            check_parts(self._ranks, origins, problem)
+            check_loaded(self._ranks, origins, problem=problem)
         else:
-            check_alike(self._ranks, None, _fingerprint(state_dict))
+            check_loaded(self._ranks, version=_fingerprint(state_dict))
         state_dict.update(taken)
-
-
-def _is_shard(param: Tensor) -> bool:
-    found = sharded_of(param)
-    return found is not None and not found.place.replicated
-
-
-def _shape_problem(name: str, found: Sharded, given: Tensor) -> str:
-    place, world_size = found.place, found.ranks.shards.size
-    return (
-        f"{name} must have its whole shape {tuple(place.size)}, or {tuple(place.form)} as this "
-        f"rank's shard of {world_size}, but got {tuple(given.shape)}"
-    )
 
 
 def _fingerprint(state_dict: Mapping[str, Any]) -> str:

@@ -72,18 +72,10 @@ class ReplicatedParameters:
             if not is_quantised(param.dtype):
                 self._dtype = torch.promote_types(self._dtype, param.dtype)
         self._resting = [param.data for param in self.params]
-        self._computing = [
-            data
-            if compute_dtype in (None, data.dtype) or is_quantised(data.dtype)
-            else torch.empty_like(data, dtype=compute_dtype)
-            for data in self._resting
-        ]
         self._cast = [
-            (param, computing, resting)
-            for param, computing, resting in zip(
-                self.params, self._computing, self._resting, strict=True
-            )
-            if computing is not resting
+            (param, torch.empty_like(resting, dtype=compute_dtype), resting)
+            for param, resting in zip(self.params, self._resting, strict=True)
+            if compute_dtype not in (None, resting.dtype) and not is_quantised(resting.dtype)
         ]
         self.at_rest = True
         self._orders: deque[_Order] = deque()  # exchanged, and not yet compared

@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.deferred_hooks import DeferredHooks
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
+from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
-from shard_optim.requires_grad_changes import agree_on_trainable
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -217,13 +217,10 @@ class Schedule:
 
     def _launch_gather(self, unit: Unit) -> None:
         self._order_digest = hash((self._order_digest, self._number[unit]))
-        unit.launch_gather(self.generation, self._phase())
-
-    def _phase(self) -> str:
-        """The part of a step that the ranks are in, for errors of a rank that is in another."""
-        if self._backward:
-            return "for a backward"
-        return "for a forward" if torch.is_grad_enabled() else "for a forward without gradients"
+        phase = "for a backward"
+        if not self._backward:
+            phase = "for a forward" + ("" if torch.is_grad_enabled() else " without gradients")
+        unit.launch_gather(self.generation, phase)
 
     def _gather_ahead(self, index: int, direction: int) -> None:
         """Launches the gathers of the units after a place, but never over one that is used."""
@@ -315,10 +312,8 @@ class Schedule:
                 for name, now, before in zip(self._names, trainable, self._trainable, strict=True)
                 if now != before
             ]
-            frozen = [name for name, now in changed if not now]
-            thawed = [name for name, now in changed if now]
             for ranks in reversed(self._ranks.levels):
-                agree_on_trainable(frozen, thawed, ranks)
+                agree_on_trainable(changed, ranks)
             self._trainable = trainable
 
     def _reduction_order(self) -> list[Unit]:

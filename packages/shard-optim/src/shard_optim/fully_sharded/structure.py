@@ -3,17 +3,28 @@
 A parameter that was not there at wrapping is in no unit: its gradient is never averaged, so every
 rank would train its own. One that was removed, and buffers, are what a program may change, but on
 every rank alike; the ranks compare such a change in the next backward (``history.py``).
+
+So is ``requires_grad``, but a collective cannot compare its changes, because a rank that has made
+none is running the collectives of its training step. Ranks that have changed something therefore
+meet through the process group's store first. The others find there, when their collectives time
+out, which change this rank waits for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_lite.errors import ModelMismatchError
-from ddp_lite.ranks import Ranks, shortened
+from ddp_lite.model import Structure
+from ddp_lite.ranks import Ranks, name_ranks, shortened
 from shard_optim.history import History
+
+_ALIKE = (
+    "Change requires_grad of the same parameters on every rank, before the same forward, and "
+    "restart from the last checkpoint."
+)
 
 
 class StructureWatch:
@@ -32,20 +43,7 @@ class StructureWatch:
         self._remember()
 
     def _remember(self) -> None:
-        modules = list(self._module.modules())
-        self._tables: list[dict[str, Any]] = [
-            table for m in modules for table in (m._parameters, m._buffers, m._modules)
-        ]
-        self._entries = sum(map(len, self._tables))
-        self._filled = [table for table in self._tables if table]
-        self._then = [dict(table) for table in self._filled]
-        # Equal numbers are equal, even if they are two parameters.
-        self._numbers = [
-            (table, name, value)
-            for table in self._filled
-            for name, value in table.items()
-            if isinstance(value, Tensor) and value.numel() == 1
-        ]
+        self._structure = Structure(self._module, buffers=True)
         self._described = {
             name: f"{tuple(tensor.shape)} {tensor.dtype}"
             for name, tensor in (
@@ -53,18 +51,6 @@ class StructureWatch:
                 *self._module.named_buffers(remove_duplicate=False),
             )
         }
-
-    def _is_as_before(self) -> bool:
-        if sum(map(len, self._tables)) != self._entries:
-            return False
-        try:
-            # Python compares values by identity first, so tensors are compared only if one was
-            # replaced by another; that raises unless both hold one number.
-            if self._filled != self._then:
-                return False
-        except RuntimeError:
-            return False
-        return all(table[name] is value for table, name, value in self._numbers)
 
     def check(self, step: int) -> None:
         """Compares the model with what it was at the last call.
@@ -75,7 +61,7 @@ class StructureWatch:
         Raises:
             ModelMismatchError: if a parameter was added or replaced.
         """
-        if self._is_as_before():
+        if self._structure.holds():
             return
         foreign = [
             f"{name} was {'replaced' if name in self._described else 'added'}"
@@ -100,3 +86,25 @@ class StructureWatch:
         ]
         if changes:
             self._history.note(shortened(changes))
+
+
+def agree_on_trainable(changed: Sequence[tuple[str, bool]], ranks: Ranks) -> None:
+    """Waits until every rank has frozen and unfrozen the same parameters as this one.
+
+    Args:
+        changed: names, and whether these parameters require gradients now.
+        ranks: the ranks.
+
+    Raises:
+        RuntimeError: if another rank changed other parameters, or none within the timeout.
+    """
+    frozen = [name for name, trainable in changed if not trainable]
+    verbs = (("froze", frozen), ("unfroze", [name for name, trainable in changed if trainable]))
+    words = " and ".join(f"{verb} {shortened(names)}" for verb, names in verbs if names)
+    if absent := ranks.absentees(f"it {words}, and waits for every rank to do so. {_ALIKE}"):
+        raise RuntimeError(
+            f"requires_grad must be changed alike on every rank, but rank {ranks.rank} {words}, "
+            f"and {name_ranks(absent)} changed nothing. {_ALIKE}"
+        )
+    facts = [(verb, name) for verb, names in verbs for name in names]
+    ranks.agree(facts, must="change requires_grad alike", remedy=_ALIKE)

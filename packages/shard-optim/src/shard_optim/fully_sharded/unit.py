@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lite.ranks import start_all_reduce
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_layout import Place, check_gradient, in_memory_order
+from shard_optim.bucket_layout import Place, check_gradient, in_memory_order, round_up
 from shard_optim.communication import (
     Communication,
     all_gather,
     as_sent,
-    start_all_reduce,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
@@ -40,11 +40,6 @@ def parameter_locations(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
     return {
         id(param): (unit, position) for unit in units for position, param in enumerate(unit.params)
     }
-
-
-def round_up(number: int, multiple: int = ALIGNMENT) -> int:
-    """The smallest multiple that is not below ``number``."""
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +70,8 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
     for numel in numels:
         chunk = -(-numel // world_size)
         cuts.append(Cut(numel=numel, chunk=chunk, shard_offset=shard, whole_offset=whole))
-        shard += round_up(chunk)
-        whole += round_up(chunk * world_size)
+        shard += round_up(chunk, ALIGNMENT)
+        whole += round_up(chunk * world_size, ALIGNMENT)
     return cuts
 
 
@@ -112,7 +107,7 @@ def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> Redu
     """
     chunks = [cuts[position].chunk for position in positions]
     counts = [cuts[position].owned(rank)[1] for position in positions]
-    sizes = [round_up(chunk) for chunk in chunks]
+    sizes = [round_up(chunk, ALIGNMENT) for chunk in chunks]
     stride = 1 if sizes == chunks == counts else 2
     ranges, owned = (
         used
@@ -218,8 +213,8 @@ class UnitReduction:
             self.all_reduce = unit.replicas.together(
                 unit.all_reduce_words,
                 start_all_reduce,
-                self.output,
                 unit.replicas.communicator,
+                self.output,
                 dist.ReduceOp.AVG,
             )
 
@@ -282,8 +277,10 @@ class Unit:
         self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
         self._reduce_dtype = reduce_dtype
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
-        self.whole_numel = self.cuts[-1].whole_offset + round_up(self.cuts[-1].chunk * world_size)
-        self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk)
+        self.whole_numel = self.cuts[-1].whole_offset + round_up(
+            self.cuts[-1].chunk * world_size, ALIGNMENT
+        )
+        self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk, ALIGNMENT)
         self.layouts = [(param.size(), param.stride()) for param in self.params]
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
         self.shard_views = []

@@ -127,7 +127,8 @@ def _chosen_blocks(root: nn.Module, units: Units) -> list[nn.Module]:
                 f"units must name every module once, but got {names[module] or 'the root'!r} "
                 f"{count} times. Remove the repetition."
             )
-        inside = next((n for n, m in _ancestors(root, names[module]) if is_compiled(m)), None)
+        above = (m for m in names if m is not module and is_compiled(m))
+        inside = next((names[m] for m in above if module in set(m.modules())), None)
         if inside is not None:
             raise ValueError(
                 "units must not lie inside a compiled module, but got "
@@ -142,13 +143,6 @@ def _not_modules(given: object) -> TypeError:
         f"units must be a list of modules or a predicate over modules, but got {given!r}. Pass a "
         "list such as list(model.blocks)."
     )
-
-
-def _ancestors(root: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    parts = name.split(".") if name else []
-    for depth in range(len(parts)):
-        above = ".".join(parts[:depth])
-        yield above, root.get_submodule(above)
 
 
 def _has_large(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -20,7 +21,7 @@ from ddp_lite.transparent import TransparentWrapper
 from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
-from shard_optim.fully_sharded.meta import is_on_meta, materialize, owners_of_parameters
+from shard_optim.fully_sharded.meta import is_on_meta, materialize
 from shard_optim.fully_sharded.own_state import OwnState
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
@@ -28,19 +29,13 @@ from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
 from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import check_group, resolve_mesh
+from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 
 _COMPILE_UNITS = (
     "units must be compiled, and before the model is wrapped, but got {} "
     "FullyShardedDataParallel. Call compile() of each block, then wrap the model."
 )
-
-
-def _is_compiled_around() -> bool:
-    """Whether code that ``torch.compile`` has been given is running, or is being traced."""
-    compiling = torch.compiler.is_compiling()
-    return compiling or torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 class FullyShardedDataParallel(TransparentWrapper):
@@ -116,7 +111,6 @@ class FullyShardedDataParallel(TransparentWrapper):
         check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
         check_module(module, FullyShardedDataParallel)
         super().__init__(module)
-        check_group(process_group)
         self.compute_dtype = compute_dtype
         self._cast_inputs = cast_inputs and compute_dtype is not None
         named = dict(module.named_parameters())
@@ -136,10 +130,13 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
         # Whoever is on the meta device gets the first rank's values, if that one has any.
         reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
-        owners = owners_of_parameters(module)
+        owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for each in module.modules():
+            for param in each.parameters(recurse=False):
+                owners[param].append(each)
         self.units = []
         for plan in plans:  # one after the other: the whole model never has memory
-            readers = (m for param in plan.params for m in owners[id(param)])
+            readers = (m for param in plan.params for m in owners[param])
             materialize(readers, self.device, reset=reset)
             self._broadcast(zip(plan.names, plan.params, strict=True))
             self.units.append(
@@ -152,12 +149,7 @@ class FullyShardedDataParallel(TransparentWrapper):
                 )
             )
         materialize(module.modules(), self.device, reset=reset)
-        self.slots = _assign_slots(
-            self.units,
-            [plan.repeated for plan in plans],
-            prefetch=prefetch,
-            reshard=reshard_after_forward,
-        )
+        self.slots = _assign_slots(self.units, prefetch=prefetch, reshard=reshard_after_forward)
         sharded = {id(param) for unit in self.units for param in unit.params}
         small = {name: param for name, param in named.items() if id(param) not in sharded}
         self._broadcast((*small.items(), *module.named_buffers()))
@@ -179,7 +171,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._calls = self._replace_calls(plans)
         self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
-        self.own_state = OwnState(module, self.ranks, self._moment)
+        self._own_state = OwnState(module, self.ranks, lambda: self.schedule.generation)
 
     # --- training ----------------------------------------------------------------------------
 
@@ -196,7 +188,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         return self._run(self.module, inputs, kwargs)
 
     def _run(self, call: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
-        if _is_compiled_around():
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+        if torch.compiler.is_compiling() or callback() not in (None, False):
             raise RuntimeError(_COMPILE_UNITS.format("torch.compile() around the"))
         for unit_module, unit_call in self._calls.items():
             if unit_module._compiled_call_impl is not unit_call:
@@ -393,9 +386,6 @@ class FullyShardedDataParallel(TransparentWrapper):
             )
         watch_optimizers()
 
-    def _moment(self) -> str:
-        return f"{self.ranks.name}.{self.schedule.generation}"
-
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Makes all ranks' tensors equal to the first rank's."""
@@ -435,31 +425,20 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
 
-def _assign_slots(
-    units: list[Unit], repeated: list[bool], *, prefetch: int, reshard: bool
-) -> list[Slot]:
+def _assign_slots(units: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
     """Gives every unit its buffer: repeated ones take turns, the others have their own."""
+    rings: dict[Any, list[Unit]] = {}
+    for unit in units:
+        rings.setdefault(unit.gather_dtype if unit.repeated else unit, []).append(unit)
     slots = []
-    rings: dict[torch.dtype, list[Unit]] = {}
-    for unit, takes_turns in zip(units, repeated, strict=True):
-        if takes_turns:
-            rings.setdefault(unit.gather_dtype, []).append(unit)
-        else:
-            slots += _buffers_for([unit], prefetch=0, reshard=reshard)
     for ring in rings.values():
-        slots += _buffers_for(ring, prefetch=prefetch, reshard=reshard)
-    return slots
-
-
-def _buffers_for(ring: list[Unit], *, prefetch: int, reshard: bool) -> list[Slot]:
-    count = min(prefetch + 1, len(ring)) if reshard else len(ring)
-    dtype, device = ring[0].gather_dtype, ring[0].device
-    slots = []
-    for first in range(count):
-        takers = ring[first::count]
-        slots.append(Slot(max(unit.whole_numel for unit in takers), dtype, device))
-        for unit in takers:
-            unit.use(slots[-1])
-        if reshard:
-            slots[-1].free()
+        count = min(prefetch + 1, len(ring)) if reshard else len(ring)
+        for first in range(count):
+            takers = ring[first::count]
+            largest = max(unit.whole_numel for unit in takers)
+            slots.append(Slot(largest, ring[0].gather_dtype, ring[0].device))
+            for unit in takers:
+                unit.use(slots[-1])
+            if reshard:
+                slots[-1].free()
     return slots

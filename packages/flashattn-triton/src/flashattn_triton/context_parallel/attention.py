@@ -1,0 +1,255 @@
+"""Exact attention of sequences that are spread over ranks: the public functions.
+
+Legend: B batch, H query heads, G key/value heads, n tokens of this rank, D head_dim of query and
+key, E head_dim of value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
+from flashattn_triton.context_parallel.choice import Way, choose, heads_of_piece
+from flashattn_triton.context_parallel.operator import context_forward, order_of_rank
+from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
+from flashattn_triton.inputs import check_dense
+from flashattn_triton.mask_and_bias import check_sinks
+from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.problem import (
+    DTYPES,
+    CausalArgument,
+    Implementation,
+    Layout,
+    Problem,
+    Window,
+    heads_first,
+    new_problem,
+    normalise_flag,
+)
+
+
+class ContextKeywords(TypedDict, total=False):
+    """Keywords of :func:`context_parallel_attention`."""
+
+    causal: CausalArgument
+    window: Window | None
+    sinks: Tensor | None
+    cu_seqlens: Tensor | Sequence[int] | None
+    scale: float | None
+    softcap: float | None
+    layout: Layout | None
+    return_lse: bool
+    deterministic: bool | None
+    implementation: Implementation
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    **keywords: Unpack[ContextKeywords],
+) -> Any:
+    """Self-attention of sequences that are spread over ranks.
+
+    Every rank calls this with its tokens in zigzag order (:func:`shard_tokens`) and gets its part
+    of what one process computes. Differentiable in query, key, value and sinks, once. Gradients are
+    summed over the ranks in fp32: the error is that of one call, however many ranks there are.
+    Collective, in both passes. :func:`explain` says which way keys and values reach the queries.
+
+    Args:
+        query: (B, H, n, D) for layout "bhsd", (B, n, H, D) for "bshd", with the n tokens of this
+            rank; packed (n, H, D) with ``cu_seqlens``. fp16, bf16 or fp32.
+        key: (B, G, n, D), of the same tokens, G dividing H.
+        value: (B, G, n, E).
+        group: the ranks: a process group, a mesh of one dimension, or None for all.
+        causal: a token sees itself and those before it in its sequence. True, "top-left" and
+            "bottom-right" are the same here.
+        window: (left, right) numbers of tokens beside its own that a token sees. None: no limit.
+        sinks: (H,), equal on all ranks. Their gradient is that of this rank's tokens.
+        cu_seqlens: for packed tensors, where each sequence starts among the tokens of all ranks,
+            and their number; equal on all ranks. On a GPU, the host waits for it.
+        scale: as of :func:`~flashattn_triton.flash_attention`, as are ``softcap``, ``layout``,
+            ``deterministic`` and ``implementation``.
+        softcap: see ``scale``.
+        layout: see ``scale``.
+        return_lse: also return the logsumexp.
+        deterministic: see ``scale``.
+        implementation: see ``scale``.
+
+    Returns:
+        This rank's output, in the inputs' layout and dtype; with ``return_lse`` also the
+        logsumexp, (B, H, n) or (H, n) fp32.
+
+    Raises:
+        ValueError: an argument is not what is described above, or differs between ranks.
+        TypeError: not a tensor, or not a group.
+        RankLostError: a rank is lost, or does not come.
+    """
+    return _attention("auto", query, key, value, group, **keywords)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    **keywords: Unpack[ContextKeywords],
+) -> Any:
+    """:func:`context_parallel_attention` to the keys of one rank after another.
+
+    Takes, returns and raises the same. Outputs are joined in fp32. A rank holds the keys of two
+    others at a time, and gets none that the mask hides from all of its tokens.
+    """
+    return _attention("ring", query, key, value, group, **keywords)
+
+
+def all_gather_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    **keywords: Unpack[ContextKeywords],
+) -> Any:
+    """:func:`context_parallel_attention` to the keys of all ranks, gathered a few heads at a time.
+
+    Takes, returns and raises the same. Every query has all of its keys in one call, so that output
+    and gradient of a query are those of one call. A rank holds two of eight parts of the heads of
+    all keys at a time, or two heads if there are fewer than eight.
+    """
+    return _attention("all-gather", query, key, value, group, **keywords)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group = None,
+    **keywords: Unpack[ContextKeywords],
+) -> str:
+    """In words: which way :func:`context_parallel_attention` takes, and why. Communicates nothing.
+
+    Takes its arguments, and raises its errors that need no other rank.
+    """
+    ranks = ranks_of(group)
+    if ranks is None:
+        return "no other rank: one call of flash_attention"
+    (_, k, v), problem, starts = _packed_problem(query, key, value, **keywords)
+    rows = 0 if problem.packed else len(query)
+    order = order_of_rank(ranks, len(k), rows, None if starts is None else starts_of(starts))
+    heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
+    choice = choose(order, band, heads, width, k.element_size())
+    if choice.way == "ring":
+        calls = sum(len(order.calls(ranks.rank(), x, band)) for x in range(ranks.size()))
+    else:
+        calls = -(-heads // heads_of_piece(heads)) * len(order.calls(ranks.rank(), None, band))
+    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward"
+
+
+def _attention(
+    way: Way,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: Group,
+    **keywords: Unpack[ContextKeywords],
+) -> Any:
+    (q, k, v), problem, starts = _packed_problem(query, key, value, **keywords)
+    ranks = ranks_of(group)
+    if ranks is None:
+        return _alone(query, key, value, starts, **keywords)
+    rows, (left, right) = 0 if problem.packed else len(query), problem.band
+    out, lse = context_forward(
+        q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
+        -1 if left is None else left, -1 if right is None else right, problem.scale,
+        problem.softcap or 0.0, problem.deterministic, problem.implementation,
+    )  # fmt: skip
+    if rows:
+        out = out.unflatten(0, (rows, -1))  # "bshd"
+        out = out.transpose(1, 2) if problem.layout == "bhsd" else out
+        lse = lse.unflatten(1, (rows, -1)).transpose(0, 1)
+    return (out, lse) if keywords.get("return_lse") else out
+
+
+def _alone(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor | None,
+    **keywords: Unpack[ContextKeywords],
+) -> Any:
+    """The one call of a single rank."""
+    options: dict[str, Any] = dict(keywords)
+    options.pop("cu_seqlens", None)
+    if options.get("causal") is True:
+        options["causal"] = "top-left"
+    if starts is None:
+        return flash_attention(query, key, value, **options)
+    options.pop("layout", None)
+    starts = starts.to(query.device)
+    return flash_attention_varlen(query, key, value, starts, starts, **options)
+
+
+def _packed_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: CausalArgument = False,
+    window: Window | None = None,
+    sinks: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: Layout | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None]:
+    """Query, key and value as (tokens, heads, head_dim), what is asked for, and starts on the CPU.
+
+    Raises:
+        ValueError: attention of a rank's tokens to themselves is not defined.
+        TypeError: not a tensor, or an unknown keyword.
+    """
+    check_tensors(query=query, key=key, value=value)
+    normalise_flag("return_lse", return_lse)
+    starts = None
+    if cu_seqlens is not None:
+        if not isinstance(cu_seqlens, Tensor):
+            cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
+        starts = cu_seqlens.cpu()
+    if starts is not None and layout is not None:
+        raise ValueError(
+            f"layout must be None with cu_seqlens, whose tensors are (tokens, heads, head_dim), "
+            f"but got {layout!r}. Leave it out."
+        )
+    query, key, value = autocast(query, key, value)
+    problem = new_problem(
+        layout if starts is None else "thd", query.shape[-1], (0, 0), causal, scale, window,
+        softcap, deterministic, implementation,
+    )  # fmt: skip
+    dims = 3 if problem.packed else 4
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != dims or x.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} must be float16, bfloat16 or float32 with {dims} dimensions, but got "
+                f"{x.dtype} of shape {tuple(x.shape)}. Packed tensors come with cu_seqlens, and "
+                f"only they have 3 dimensions."
+            )
+    q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+    check_dense(q, k, v)
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"key must have query's {q.shape[2]} tokens, but got {k.shape[2]}. Every rank passes "
+            f"queries, keys and values of its own tokens."
+        )
+    if sinks is not None:
+        check_sinks(sinks, q.shape[1], q.device)
+    if not problem.packed:
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return (query, key, value), problem, starts

@@ -1,0 +1,271 @@
+"""The two ways for keys and values to reach the queries of all ranks, forward and backward.
+
+``ring``: at step s a rank attends to the keys of the rank s before it, which come straight from
+there while the step before computes. Outputs in fp32 are joined by their logsumexps. In the
+backward pass, a step's gradients of keys and values go back to their rank in fp32, and are added up
+there (arXiv:2310.01889). A part that the mask hides is neither sent nor computed.
+
+``all_gather``: a few heads of keys and values of all ranks are gathered while the heads before them
+compute. Every query has all of its keys in one call, so that there is nothing to join. In the
+backward pass, gradients of a few heads are summed in fp32 by a reduce-scatter under the next ones.
+
+Both take packed tensors, query (n, H, D), key (n, G, D) and value (n, G, E), with a rank's tokens
+in zigzag order (:mod:`.zigzag`). They need the same bytes between ranks. The communication of a
+step is started before its products: NCCL runs it on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton.context_parallel.choice import heads_of_piece
+from flashattn_triton.context_parallel.communication import UnderWay, exchange, gather, sum_of_own
+from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
+from flashattn_triton.part_backward import flash_attention_backward
+from flashattn_triton.problem import OptionKeywords
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank's place in the problem.
+
+    ``sinks``: (H,) or None. ``options``: keywords of every call: scale, softcap, deterministic and
+    implementation.
+    """
+
+    group: dist.ProcessGroup
+    order: Zigzag
+    band: Band
+    sinks: Tensor | None
+    options: OptionKeywords
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self.group.rank()
+
+    def calls(self, source: int | None, rank: int | None = None) -> tuple[Call, ...]:
+        """The calls for this rank's queries and the keys of ``source``, of all ranks if None."""
+        return self.order.calls(self.rank if rank is None else rank, source, self.band)
+
+
+class Results(NamedTuple):
+    """Output (n, H, E) and logsumexp (H, n), and the gradients of both; the last may be None."""
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+    grad_lse: Tensor | None
+
+    def of(self, rows: slice, heads: slice = slice(None)) -> Results:
+        """Those of some queries and heads."""
+        grad_lse = None if self.grad_lse is None else self.grad_lse[heads, rows]
+        return Results(
+            self.out[rows, heads], self.lse[heads, rows], self.grad_out[rows, heads], grad_lse
+        )
+
+
+# -- the ring --------------------------------------------------------------------------------------
+
+
+def ring_forward(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output (n, H, E) in query's dtype, and logsumexp (H, n)."""
+    out, lse = _before_all_keys(query, value, torch.float32)
+    if setting.sinks is not None:  # keys without a value, before all others
+        lse.copy_(setting.sinks.unsqueeze(-1))
+    for _, calls, (k, v) in _parts(setting, key, value):
+        for call in calls:
+            part = _attend(setting, call, query, k, v, out_dtype=torch.float32)
+            join(out[call.queries], lse[:, call.queries], *part)
+    return out.to(query.dtype), lse
+
+
+def ring_backward(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor, results: Results
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in fp32."""
+    rank, size = setting.rank, setting.group.size()
+    dq = _zeros(query)
+    dk, dv = own = _zeros(key), _zeros(value)
+    returning: list[UnderWay[Sequence[Tensor]]] = []  # of the step before
+    for step, calls, (k, v) in _parts(setting, key, value):
+        sums = own if step == 0 else (_zeros(k), _zeros(v))
+        for call in calls:
+            _differentiate(setting, call, (query, k, v), results, (dq, *sums))
+        _add_arrived(own, returning)
+        if step == 0:
+            continue
+        reader = (rank + step) % size
+        received = [torch.empty_like(x) for x in own] if setting.calls(rank, reader) else []
+        sent = (sums, (rank - step) % size)
+        returning.append(exchange(setting.group, sent, (received, reader)))
+    _add_arrived(own, returning)
+    return dq, dk, dv
+
+
+def _parts(
+    setting: Setting, key: Tensor, value: Tensor
+) -> Iterator[tuple[int, tuple[Call, ...], Sequence[Tensor]]]:
+    """For every step, the calls for the keys of its part, and these keys and values.
+
+    While the caller uses a part, the next one is on its way. A part that is hidden has no rows.
+    """
+    rank, size = setting.rank, setting.group.size()
+    own = [key.contiguous(), value.contiguous()]
+    part: Sequence[Tensor] = own
+    coming: UnderWay[Sequence[Tensor]] | None = None
+    for step in range(size):
+        if coming is not None:
+            part = coming.wait()
+        coming = None
+        if step + 1 < size:
+            source, reader = (rank - step - 1) % size, (rank + step + 1) % size
+            n = setting.order.length(source) if setting.calls(source) else 0
+            received = [x.new_empty(n, *x.shape[1:]) for x in own]
+            sent = own if setting.calls(rank, reader) else []
+            coming = exchange(setting.group, (sent, reader), (received, source))
+        yield step, setting.calls((rank - step) % size), part
+
+
+def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds attention to further keys in place: out (n, H, E) and lse (H, n), in fp32.
+
+    With L the logsumexp of both, the weights exp(lse - L) and exp(part_lse - L) sum to one, and the
+    second one is sigmoid(part_lse - lse).
+    """
+    weight = torch.sigmoid(part_lse - lse)
+    weight = weight.masked_fill_(torch.isneginf(part_lse), 0.0)  # -inf - -inf is NaN
+    out.lerp_(part, weight.T.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _add_arrived(sums: Sequence[Tensor], transfers: list[UnderWay[Sequence[Tensor]]]) -> None:
+    for transfer in transfers:
+        for total, part in zip(sums, transfer.wait(), strict=False):
+            total += part
+    transfers.clear()
+
+
+# -- all-gather ------------------------------------------------------------------------------------
+
+
+def all_gather_forward(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output (n, H, E) in query's dtype, and logsumexp (H, n)."""
+    out, lse = _before_all_keys(query, value, query.dtype)
+    for heads, (k, v) in _gathered(setting, query, key, value):
+        sinks = None if setting.sinks is None else setting.sinks[heads]
+        for call in setting.calls(None):
+            part, part_lse = _attend(setting, call, query[:, heads], k, v, sinks=sinks)
+            # A query sees keys in one call. In others its output is zero, and its logsumexp that of
+            # the sinks alone, which is less.
+            out[call.queries, heads] += part
+            rows = lse[heads, call.queries]
+            torch.maximum(rows, part_lse, out=rows)
+    return out, lse
+
+
+def all_gather_backward(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor, results: Results
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in fp32."""
+    dq = _zeros(query)
+    pieces = []
+    for heads, (k, v) in _gathered(setting, query, key, value):
+        into = (dq[:, heads], _zeros(k), _zeros(v))
+        of_heads = results.of(slice(None), heads)
+        for call in setting.calls(None):
+            _differentiate(setting, call, (query[:, heads], k, v), of_heads, into)
+        pieces.append([sum_of_own(setting.group, setting.order, x) for x in into[1:]])
+    dk, dv = (torch.cat([x.wait() for x in of], dim=1) for of in zip(*pieces, strict=True))
+    return dq, dk, dv
+
+
+def _gathered(
+    setting: Setting, query: Tensor, key: Tensor, value: Tensor
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Some query heads, and the keys and values of all ranks that they read, piece by piece.
+
+    While the caller uses a piece, the next one is on its way.
+    """
+    groups, ratio = key.shape[1], query.shape[1] // key.shape[1]
+    size = heads_of_piece(groups)
+    coming: list[UnderWay[Tensor]] = []
+    for start in range(0, groups + size, size):
+        arrived = [x.wait() for x in coming]
+        heads = slice(start, min(start + size, groups))
+        if start < groups:
+            coming = [gather(setting.group, setting.order, x[:, heads]) for x in (key, value)]
+        if arrived:
+            yield slice((start - size) * ratio, min(start, groups) * ratio), arrived
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def _before_all_keys(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of queries that have seen no key."""
+    out = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=dtype)
+    lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=torch.float32)
+    return out, lse
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+
+
+def _attend(
+    setting: Setting,
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of the queries of ``call``, packed."""
+    tensors = (query[call.queries], key[call.keys], value[call.keys])
+    causal, window = call.mask
+    options: Any = {"causal": causal, "window": window, **setting.options, **more}
+    if call.is_dense:
+        q, k, v = (x.unsqueeze(0) for x in tensors)
+        out, lse = flash_attention(q, k, v, layout="bshd", return_lse=True, **options)
+        return out.squeeze(0), lse.squeeze(0)
+    starts, longest = call.starts(query.device), call.longest
+    out, lse = flash_attention_varlen(*tensors, *starts, *longest, return_lse=True, **options)
+    return out, lse
+
+
+def _differentiate(
+    setting: Setting,
+    call: Call,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    results: Results,
+    into: Sequence[Tensor],
+) -> None:
+    """Adds the gradients of ``call`` to those of all queries, keys and values."""
+    rows = (call.queries, call.keys, call.keys)
+    q, k, v = (x[of] for x, of in zip(tensors, rows, strict=True))
+    sums = [x[of] for x, of in zip(into, rows, strict=True)]
+    out, lse, grad_out, grad_lse = results.of(call.queries)
+    causal, window = call.mask
+    options: Any = {"causal": causal, "window": window, **setting.options}
+    if call.is_dense:
+        q, k, v, out, lse, grad_out = (x.unsqueeze(0) for x in (q, k, v, out, lse, grad_out))
+        sums = [x.unsqueeze(0) for x in sums]
+        grad_lse = None if grad_lse is None else grad_lse.unsqueeze(0)
+        options["layout"] = "bshd"
+    else:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        starts = (*call.starts(lse.device), *call.longest)
+        options.update(zip(names, starts, strict=True))
+    flash_attention_backward(q, k, v, out, lse, grad_out, sums, grad_lse=grad_lse, **options)
