@@ -22,8 +22,7 @@ from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.environment import resolve_device
-from bench_harness.experiments.base import Experiment
-from bench_harness.experiments.shape import DimensionOptions
+from bench_harness.experiments.base import DimensionOptions, Experiment
 from bench_harness.training import settings
 from bench_harness.workload import SIZES
 

@@ -4,7 +4,8 @@ from torch import nn
 
 from bench_harness.core import CaseSkipped
 from bench_harness.subject import imported_module, parse_inputs, scalar_loss
-from bench_harness.training.optimizers import optimizer_by_name
+from bench_harness.training.constructors import Call
+from bench_harness.training.optimizers import Parameters, make_optimizer
 from bench_harness.workload import (
     Workload,
     attention_by_name,
@@ -166,7 +167,7 @@ def test_a_loss_is_found_in_every_usual_output():
 def test_optimizers_step(name):
     layer = nn.Linear(3, 3)
     before = layer.weight.detach().clone()
-    optimizer = optimizer_by_name(name, layer, CPU)
+    optimizer = make_optimizer(Call(name), Parameters(module=layer, device=CPU))
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert not torch.equal(layer.weight, before)

@@ -88,7 +88,8 @@ def draw_bars(bars: Bars) -> Figure:
         plot.axis("off")
     if len(colour) > 1:
         handles = [Patch(color=each, label=name) for name, each in colour.items()]
-        figure.legend(handles=handles, loc="outside upper center", ncols=3)
+        across = 4 if sum(map(len, colour)) < 60 else 2
+        figure.legend(handles=handles, loc="outside upper center", ncols=across, fontsize="small")
     return figure
 
 

@@ -92,6 +92,18 @@ class Problem:
         value = random(self.kv_heads, self.value_head_dim).requires_grad_()
         return query, key, value, random(self.heads, self.value_head_dim)
 
+    def options(self) -> Any:
+        """The problem as flashattn-triton describes it, without tensors."""
+        from flashattn_triton.problem import new_problem
+
+        return new_problem(
+            head_dim=self.head_dim,
+            causal=self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+        )
+
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of an implementation: ``causal``, and what is not the default."""
         import torch
@@ -211,16 +223,10 @@ def exact(
     import torch
 
     from flashattn_triton.logsumexp import add_sinks
-    from flashattn_triton.problem import new_problem
     from flashattn_triton.reference import attention_reference
     from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 
-    options = new_problem(
-        head_dim=problem.head_dim,
-        causal=problem.causal,
-        window=problem.window,
-        softcap=problem.softcap,
-    )
+    options = problem.options()
     leaves = {
         name: _checked_heads(problem, name, x).detach().float().requires_grad_()
         for name, x in learned(settings).items()
@@ -381,6 +387,8 @@ class Attempts:
         self.calls: dict[str, Callable[[], Tensor]] = {}
         self.about: dict[str, Row] = {name: {} for name in names}
         self.ended: dict[str, Row] = {}
+        #: By implementation and pass.
+        self.samples: dict[tuple[str, str], Samples] = {}
 
     @contextmanager
     def ending(self, name: str) -> Iterator[None]:
@@ -475,22 +483,14 @@ def _plan(
     """
     from flashattn_triton import choose
     from flashattn_triton.mask_and_bias import NAMES
-    from flashattn_triton.problem import new_problem
 
     if problem.lengths:
         return {}
-    options = new_problem(
-        head_dim=problem.head_dim,
-        causal=problem.causal,
-        window=problem.window,
-        softcap=problem.softcap,
-        deterministic=problem.deterministic,
-    )
     named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
     asked: Any = named.get(name.rpartition("-")[2], "auto")
     given = tuple(each for each in NAMES if each in settings)
     query, key, value, _ = tensors
-    found = choose(query, key, value, options, implementation=asked, tensors=given)
+    found = choose(query, key, value, problem.options(), implementation=asked, tensors=given)
     return {"plan": {"tier": found.tier, "why": found.reason}, "ran": found.tier}
 
 
@@ -522,28 +522,23 @@ def _saved_bytes(
 
 def time_in_turns(
     everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
-) -> list[dict[tuple[str, str], Samples]]:
+) -> None:
     """Times the passes of all implementations on some problems in turns, to and fro.
 
     Further turns follow until every interval is narrow, or the case's seconds for it are over.
-
-    Returns:
-        For each of ``everyone`` the samples by implementation and pass.
     """
-    measured: list[dict[tuple[str, str], Samples]] = [{} for _ in everyone]
     rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
     least = -(-config["samples"] // rounds)
     enough, round_number = None, 0
     while enough is None or not enough.reached(
-        samples.wall_ms for of_problem in measured for samples in of_problem.values()
+        samples.wall_ms for attempts in everyone for samples in attempts.samples.values()
     ):
-        order = [(i, name) for i, attempts in enumerate(everyone) for name in attempts.calls]
-        for i, name in order if round_number % 2 == 0 else order[::-1]:
-            attempts = everyone[i]
+        order = [(attempts, name) for attempts in everyone for name in attempts.calls]
+        for attempts, name in order if round_number % 2 == 0 else order[::-1]:
             progress(f"{attempts.problem.name}, round {round_number + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
-                    samples = measured[i].setdefault((name, each), Samples())
+                    samples = attempts.samples.setdefault((name, each), Samples())
                     taken = sampled(
                         call,
                         attempts.device,
@@ -558,10 +553,6 @@ def time_in_turns(
         round_number += 1
         if round_number == rounds:
             enough = Enough(config, parts=lengths)
-    return [
-        {key: samples for key, samples in found.items() if key[0] not in attempts.ended}
-        for attempts, found in zip(everyone, measured, strict=True)
-    ]
 
 
 def sampled(
@@ -649,10 +640,10 @@ def measured(
     for attempts in everyone:
         progress(f"{attempts.problem.name}: comparing with the reference")
         attempts.prove()
-    timed = time_in_turns(everyone, config, progress)
+    time_in_turns(everyone, config, progress)
     clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
     rows: list[Row] = []
-    for attempts, measured in zip(everyone, timed, strict=True):
+    for attempts in everyone:
         problem = attempts.problem
         about: Row = {
             "batch": problem.batch,
@@ -660,20 +651,8 @@ def measured(
             "length": f"s{problem.sequence}",
             "feature": problem.feature,
         }
-        rows += [
-            {
-                "variant": name,
-                "phase": each,
-                **about,
-                "clock": "wall" if clock == "device" else clock,
-                "flops": problem.flops(each),
-                "least_bytes": problem.least_bytes(each),
-                **attempts.about[name],
-                **samples.row(),
-            }
-            for (name, each), samples in measured.items()
-        ]
-        rows += [{"variant": name, **about, "ended": end} for name, end in attempts.ended.items()]
+        about["clock"] = "wall" if clock == "device" else clock
+        rows += _rows([problem], attempts, about, attempts.about)
     del everyone, attempts
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -695,7 +674,7 @@ def measured_over_lengths(
     attempts.prove()
     inputs = _of_all_lengths(problems, device)
     passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
-    measured: dict[tuple[str, str], Samples] = {}
+    measured = attempts.samples
     enough, round_number = None, 0
     while enough is None or not enough.reached(each.wall_ms for each in measured.values()):
         names = list(attempts.calls)
@@ -723,12 +702,20 @@ def measured_over_lengths(
         "feature": "plain",
         "clock": "wall",
     }
-    rows: list[Row] = [
+    ran_by = {name: {"ran": each.get("ran")} for name, each in attempts.about.items()}
+    return _rows(problems, attempts, about, ran_by)
+
+
+def _rows(
+    problems: Sequence[Problem], attempts: Attempts, about: Row, found: Mapping[str, Row]
+) -> list[Row]:
+    """A row per variant and pass over all problems, and one per excluded variant."""
+    rows = [
         {"variant": name, "phase": each, **about}
         | {"flops": sum(problem.flops(each) for problem in problems)}
         | {"least_bytes": sum(problem.least_bytes(each) for problem in problems)}
-        | {"ran": attempts.about[name].get("ran"), **samples.row()}
-        for (name, each), samples in measured.items()
+        | {**found[name], **samples.row()}
+        for (name, each), samples in attempts.samples.items()
         if name not in attempts.ended
     ]
     return rows + [{"variant": n, **about, "ended": end} for n, end in attempts.ended.items()]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.experiments.base import Experiment
-from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.traces.allocations import FIRST
 from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 

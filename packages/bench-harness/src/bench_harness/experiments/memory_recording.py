@@ -6,14 +6,13 @@ On a GPU it is the caching allocator's own history, on a CPU the memory events o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
 
-from bench_harness.subject import workload_of
 from bench_harness.traces import kineto
 from bench_harness.traces.allocations import (
     FIRST,
@@ -23,8 +22,7 @@ from bench_harness.traces.allocations import (
     from_profile,
 )
 from bench_harness.traces.trace import phase
-from bench_harness.training.optimizers import optimizer_by_name
-from bench_harness.workload import attention_by_name
+from bench_harness.training.build import plain, training
 
 #: Everything that is allocated inside belongs to the phase of that name.
 _Mark: TypeAlias = Callable[[str], AbstractContextManager[None]]
@@ -71,26 +69,20 @@ def _of_cuda(config: Mapping[str, Any], device: torch.device, snapshot: Path) ->
 
 
 def _pass(config: Mapping[str, Any], device: torch.device, mark: _Mark) -> None:
-    with mark("model"):
-        workload = workload_of(
-            config,
-            device,
-            precision=config["precision"],
-            attention=attention_by_name(config["attention"]),
-        )
-        optimizer = optimizer_by_name(config["optimizer"], workload.module, device)
-    if config["mode"] == "forward":
-        with mark("forward"), torch.no_grad():
-            workload.loss()
-        return
-    if config["second_step"]:
-        with mark(FIRST):
-            workload.backward(workload.loss())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-    with mark("forward"):
-        loss = workload.loss()
-    with mark("backward"):
-        workload.backward(loss)
-    with mark("optimizer"):
-        optimizer.step()
+    with ExitStack() as stack:
+        with mark("model"):
+            steps = stack.enter_context(training(plain(config), config, device))
+        if config["mode"] == "forward":
+            with mark("forward"), torch.no_grad():
+                steps.workload.loss()
+            return
+        if config["second_step"]:
+            with mark(FIRST):
+                steps.step()
+                steps.optimizer.zero_grad(set_to_none=True)
+        with mark("forward"):
+            loss = steps.workload.loss()
+        with mark("backward"):
+            steps.backward(loss)
+        with mark("optimizer"):
+            steps.update()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.experiments.base import Experiment
-from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
 from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
@@ -258,16 +257,13 @@ def _label(
 
 def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings:
     """A variant as a way to train, of which this experiment measures the phases."""
-    from bench_harness.training import settings
+    import dataclasses
 
-    table = {
-        "precision": variant["precision"],
-        "compile": "model" if variant["execution"] == "compiled" else "off",
-        "optimizer": config["optimizer"],
-    }
-    if variant["attention"] != "own":
-        table["attention"] = variant["attention"]
-    return settings.read(table, {})
+    from bench_harness.training.build import plain
+
+    attention = {"attention": "sdpa"} if variant["attention"] == "own" else {}
+    compiled: Any = "model" if variant["execution"] == "compiled" else "off"
+    return dataclasses.replace(plain({**config, **variant, **attention}), compile=compiled)
 
 
 def _least_bytes(parameters: int, config: Any, phase: str) -> int:

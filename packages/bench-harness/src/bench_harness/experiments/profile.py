@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
-from bench_harness.experiments.base import Experiment
-from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.workload import PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ class Profile(Experiment):
             export.unlink()  # the report itself stays
         else:
             path = Path(_TRACE)
-            step = prepare(config, device)
-            with kineto.recording(path, device):
-                step()
+            profiled(config, device, kineto.recording(path, device))
             trace = kineto.load(path)
             windows = [window for phase in PHASES for window in trace.phases(phase)]
             kineto.trimmed(path, Path(_TRIMMED), windows)
@@ -232,42 +230,30 @@ _WHOLE = {
 _KINDS = ("matmul", "fused attention", "other", "communication")
 
 
-def prepare(config: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
-    """Builds the model, warms it up, and returns what is to be profiled, in phases."""
+def profiled(
+    config: Mapping[str, Any], device: torch.device, recorder: AbstractContextManager[Any]
+) -> None:
+    """Builds the model, warms it up, and runs the phases under a recorder."""
     import torch
 
-    from bench_harness.subject import workload_of
     from bench_harness.traces.trace import phase
-    from bench_harness.training.optimizers import optimizer_by_name
-    from bench_harness.workload import attention_by_name
+    from bench_harness.training.build import plain, training
 
-    workload = workload_of(
-        config,
-        device,
-        precision=config["precision"],
-        attention=attention_by_name(config["attention"]),
-    )
-    optimizer = optimizer_by_name(config["optimizer"], workload.module, device)
-
-    def step() -> None:
-        with phase("inference", device), torch.no_grad():
-            workload.loss()
-        optimizer.zero_grad()
-        with phase("forward", device):
-            loss = workload.loss()
-        with phase("backward", device):
-            workload.backward(loss)
-        with phase("optimizer", device):
-            optimizer.step()
-
-    with phase("warm-up", device):
-        for _ in range(config["warmup"]):
-            with torch.no_grad():
-                workload.loss()
-            optimizer.zero_grad()
-            workload.backward(workload.loss())
-            optimizer.step()
-    return step
+    with training(plain(config), config, device) as steps:
+        with phase("warm-up", device):
+            for _ in range(config["warmup"]):
+                with torch.no_grad():
+                    steps.workload.loss()
+                steps.step()
+        with recorder:
+            with phase("inference", device), torch.no_grad():
+                steps.workload.loss()
+            with phase("forward", device):
+                loss = steps.forward()
+            with phase("backward", device):
+                steps.backward(loss)
+            with phase("optimizer", device):
+                steps.update()
 
 
 def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
@@ -353,6 +339,4 @@ def under_nsight(config: Row) -> None:
 
     from bench_harness.workload import device_of
 
-    step = prepare(config, device_of(config["device"]))
-    with torch.autograd.profiler.emit_nvtx():
-        step()
+    profiled(config, device_of(config["device"]), torch.autograd.profiler.emit_nvtx())

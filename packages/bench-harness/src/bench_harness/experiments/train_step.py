@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.distributed import default_world_size, run_on_ranks
-from bench_harness.experiments.base import Experiment
-from bench_harness.experiments.shape import SubjectOptions, subject_label
+from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
 from bench_harness.training import settings
 from bench_harness.workload import SIZES, billions

@@ -15,7 +15,7 @@ from basics_model import CapturedStep
 from bench_harness.core import CaseSkipped
 from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
-from bench_harness.training.constructors import construct
+from bench_harness.training.constructors import Call, construct
 from bench_harness.training.optimizers import (
     Parameters,
     make_optimizer,
@@ -121,6 +121,14 @@ class Training:
 def _whole(tensor: Tensor) -> Tensor:
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor
+
+
+def plain(config: Mapping[str, Any]) -> of.Settings:
+    """The variant of a case that has one: a precision, an attention, an optimizer by name."""
+    optimizer = Call(config["optimizer"])
+    return of.Settings(
+        precision=config["precision"], attention=config["attention"], optimizer=optimizer
+    )
 
 
 @contextmanager

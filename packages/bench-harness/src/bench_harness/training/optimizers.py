@@ -71,11 +71,6 @@ def make_optimizer(optimizer: Call, over: Parameters) -> Any:
     )
 
 
-def optimizer_by_name(name: str, module: nn.Module, device: torch.device) -> Any:
-    """An unsharded optimizer with its default arguments, of a short name."""
-    return make_optimizer(Call(name), Parameters(module=module, device=device))
-
-
 def plain(
     cls: type[torch.optim.Optimizer],
     over: Parameters,
