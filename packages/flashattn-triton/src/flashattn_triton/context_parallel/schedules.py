@@ -180,14 +180,17 @@ def all_gather_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in fp32."""
     dq = _zeros(query)
-    pieces = []
+    summed: list[list[Tensor]] = []
+    returning: list[UnderWay[Tensor]] = []  # of the piece before
     for heads, (k, v) in _gathered(setting, query, key, value):
         into = (dq[:, heads], _zeros(k), _zeros(v))
         of_heads = results.of(slice(None), heads)
         for call in setting.calls(None):
             _differentiate(setting, call, (query[:, heads], k, v), of_heads, into)
-        pieces.append([sum_of_own(setting.group, setting.order, x) for x in into[1:]])
-    dk, dv = (torch.cat([x.wait() for x in of], dim=1) for of in zip(*pieces, strict=True))
+        summed += [[x.wait() for x in returning]] if returning else []
+        returning = [sum_of_own(setting.group, setting.order, x) for x in into[1:]]
+    summed.append([x.wait() for x in returning])
+    dk, dv = (torch.cat(of, dim=1) for of in zip(*summed, strict=True))
     return dq, dk, dv
 
 
