@@ -193,7 +193,7 @@ def test_a_missing_gpu_skips_the_case_and_says_so(bench: Bench, tmp_path: Path) 
     assert done.returncode == 0
     (row,) = rows(tmp_path / "out").values()
     assert row["status"] == "skipped"
-    assert "must be a CUDA device" in row["error"]
+    assert "must have 1 CUDA device" in row["error"]
 
 
 @pytest.mark.slow  # the whole quick preset

@@ -14,6 +14,18 @@ def test_columns_keep_order_names_and_digits():
     assert str(frame["n (count)"].dtype) == "Int64"
 
 
+def test_a_column_that_is_not_declared_is_named_by_its_key():
+    columns = row_tables.Columns()
+    assert columns["late_answers_ms"].heading == "late answers (ms)"
+    assert columns["median_ms"].heading == "median (ms)"
+    assert columns["mfu"].heading == "MFU (%)"
+    rows = pd.DataFrame({"held_bytes": [2**30, 3 * 2**29], "why": ["a", "b"]})
+    frame = columns.table("Toy", rows, "why held_gib held_mib absent").frame
+    assert frame.to_dict("list") == {
+        "why": ["a", "b"], "held (GiB)": [1, 1.5], "held (MiB)": [1024, 1536],
+    }  # fmt: skip
+
+
 def test_only_finished_rows_are_measurements():
     rows = pd.DataFrame({"status": ["ok", "oom"], "x": [1, 2]})
     assert list(row_tables.finished(rows)["x"]) == [1]

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def identified(cases: Sequence[Case]) -> list[Case]:
 
 def _names(case: Case) -> list[str]:
     config = {name: value for name, value in case.config.items() if name != "label"}
-    return sorted({text for text in _texts(config) if _NAME.fullmatch(text)})
+    return sorted(set(re.findall(rf'"({_NAME.pattern})"', json.dumps(config, ensure_ascii=False))))
 
 
 def _calls(case: Case) -> list[tuple[str, Row]]:
@@ -128,17 +128,6 @@ def _check_signature(role: str, call: Row) -> None:
             f"{role} {name} must be given arguments that it takes ({takes}), but got "
             f"{', '.join(given) or 'none'}: {error}. Correct them."
         ) from None
-
-
-def _texts(value: JsonValue) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts(item)
 
 
 def _asked(

@@ -12,25 +12,17 @@ from bench_harness.core import Column, Table
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Columns that several experiments show.
+#: Units by the ends of keys, as in ``exposed_ms``.
+_UNITS = {"ms": "ms", "mib": "MiB", "gib": "GiB"}
+_BYTES = {"mib": 2**20, "gib": 2**30}
+#: Columns that several experiments show, whose keys do not say their headings.
 COMMON = (
-    Column("model", "model"),
-    Column("size", "size"),
-    Column("batch", "batch"),
     Column("sequence", "sequence", "tokens"),
-    Column("precision", "precision"),
-    Column("variant", "variant"),
-    Column("phase", "phase"),
     Column("world_size", "world size", "ranks"),
-    Column("median_ms", "median", "ms"),
-    Column("mean_ms", "mean", "ms"),
-    Column("std_ms", "std", "ms"),
     Column("ci_low_ms", "95 % low", "ms"),
     Column("ci_high_ms", "95 % high", "ms"),
     Column("n", "samples", "count"),
     Column("outliers", "outliers", "count"),
-    Column("unstable", "unstable"),
-    Column("too_short", "too short"),
     Column("tflop_s", "TFLOP/s"),
     Column("mfu", "MFU", "%"),
     Column("intensity", "intensity", "FLOP/byte"),
@@ -40,25 +32,16 @@ COMMON = (
     Column("clock_mhz", "clock", "MHz"),
     Column("ran", "attention that ran"),
     Column("missed", "prediction missed"),
-    Column("kernel", "kernel"),
-    Column("work", "work"),
     Column("count", "runs", "count"),
-    Column("total_ms", "total", "ms"),
     Column("gathers", "gathers", "count"),
     Column("late_gathers", "late", "count"),
     Column("late_ms", "computation waited", "ms"),
     Column("number", "gather", "number"),
-    Column("unit", "unit"),
     Column("gather_ms", "gather itself", "ms"),
-    Column("exposed_ms", "exposed", "ms"),
-    Column("idle_ms", "idle", "ms"),
-    Column("spans", "spans"),
     Column("d_model", "d_model"),
     Column("num_layers", "num_layers"),
     Column("parameters", "parameters", "count"),
-    Column("attention", "attention"),
     Column("error", "why"),
-    Column("status", "status"),
 )
 #: Keys that ``stats.with_summary`` and ``roofline.with_roofline`` add.
 STATISTICS = "median_ms mean_ms std_ms ci_low_ms ci_high_ms n outliers unstable too_short"
@@ -68,19 +51,22 @@ ROOFLINE = "intensity roof_ms roof_share bound clock_mhz"
 class Columns:
     """The columns of one experiment, from which all of its tables are made.
 
+    A column that is not declared has its key for a title, and the unit that the key ends in.
+
     Args:
         own: beside, or instead of, those of :data:`COMMON`.
         digits: of all of them; None leaves to each its own.
     """
 
     def __init__(self, *own: Column, digits: int | None = None) -> None:
-        every = {column.key: column for column in (*COMMON, *own)}
-        if digits is not None:
-            every = {key: dataclasses.replace(each, digits=digits) for key, each in every.items()}
-        self._known = every
+        self._known = {column.key: column for column in (*COMMON, *own)}
+        self._digits = digits
 
     def __getitem__(self, key: str) -> Column:
-        return self._known[key]
+        name, _, end = key.rpartition("_")
+        title, unit = (name, _UNITS[end]) if name and end in _UNITS else (key, "")
+        found = self._known.get(key, Column(key, title.replace("_", " "), unit))
+        return found if self._digits is None else dataclasses.replace(found, digits=self._digits)
 
     def table(
         self,
@@ -92,6 +78,8 @@ class Columns:
     ) -> Table:
         """The columns that exist and hold anything, with their headings, in the given order.
 
+        One in MiB or GiB that does not exist is that in bytes: ``peak_mib`` of ``peak_bytes``.
+
         Args:
             keys: with spaces between them.
             headings: by key, where this table has another, or where rows name the column.
@@ -100,6 +88,11 @@ class Columns:
         names = {column.key: column.heading for column in asked} | dict(headings)
         digits = dict.fromkeys(names, max(4, *(each.digits for each in asked)))
         digits |= {column.key: column.digits for column in asked}
+        for key in names:
+            name, _, end = key.rpartition("_")
+            if key not in rows and end in _BYTES and f"{name}_bytes" in rows:
+                held = rows[f"{name}_bytes"].astype("float64")
+                rows = rows.assign(**{key: held / _BYTES[end]})
         return Table(title, columns(rows, names, digits=digits), note)
 
 

@@ -27,7 +27,6 @@ _COLUMNS = row_tables.Columns(
     Column("traffic_gb", "sent per rank and step", "GB", 6),
     Column("value", "value", "in unit", 6),
     Column("unit", "unit"),
-    Column("derivation", "derivation"),
 )
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 

@@ -34,7 +34,6 @@ COST = (
     Column("w_high", "w 95 % high", "GB/s"),
 )
 _COLUMNS = row_tables.Columns(
-    Column("backend", "backend"),
     Column("variant", "collective"),
     Column("size_mib", "payload", "MiB"),
     Column("algorithm_gb_s", "algorithm bandwidth", "GB/s"),

@@ -322,19 +322,13 @@ def label(config: Mapping[str, Any]) -> str:
 #: Significant digits of figures: as many as published rows have, so that nothing is rounded twice.
 _DIGITS = 6
 _COLUMNS = row_tables.Columns(
-    Column("dtype", "dtype"),
     Column("head_dim", "head_dim"),
     Column("value_head_dim", "value head_dim"),
-    Column("mask", "mask"),
     Column("window", "window", "keys"),
     Column("softcap", "soft-cap", "1"),
-    Column("feature", "feature"),
-    Column("deterministic", "deterministic"),
-    Column("heads", "heads"),
     Column("kv_heads", "key/value heads"),
     Column("varied", "lengths up to that", "count"),
     Column("variant", "attention"),
-    Column("tier", "tier"),
     Column("kernel", "PyTorch's kernel"),
     Column("phase", "pass"),
     Column("p20_ms", "20 % quantile", "ms"),
@@ -352,7 +346,6 @@ _COLUMNS = row_tables.Columns(
             ("bias", "bias"),
         )
     ),
-    Column("first_time_ms", "first time", "ms"),
     Column("saved_mib", "held before backward", "MiB"),
     Column("predicted_mib", "predicted for naive", "MiB"),
     Column("error", "reason"),

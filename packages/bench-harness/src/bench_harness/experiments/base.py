@@ -189,8 +189,8 @@ class Experiment(abc.ABC):
             wanted = 1 if config.get("alone") else config.get("world_size", 1)
             if gpu_count() < wanted:
                 return (
-                    f"needs {plural(wanted, 'CUDA device')}, but found {gpu_count()}. Ask for "
-                    "fewer ranks, or use --device cpu."
+                    f"this machine must have {plural(wanted, 'CUDA device')}, but got "
+                    f"{gpu_count()}. Ask for fewer ranks, or use --device cpu."
                 )
         if config.get("nsight") or config.get("tool") == "nsight":
             try:

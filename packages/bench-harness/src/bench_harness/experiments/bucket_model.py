@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = row_tables.Columns(
     *COST,
-    Column("cell", "cell"),
     Column("s_mib", "gradients s", "MiB", 7),
     Column("best_mib", "best bucket b*", "MiB"),
     Column("least_ms", "least overhead T*", "ms"),

@@ -34,19 +34,14 @@ _PARTS = {
     )
 }
 _COLUMNS = row_tables.Columns(
-    Column("mode", "mode"),
     Column("case_peak_mib", "peak", "MiB"),
     Column("predicted_case_peak_mib", "predicted peak", "MiB"),
     Column("residual_mib", "residual stream", "MiB"),
-    Column("peak_mib", "peak", "MiB"),
-    Column("predicted_peak_mib", "predicted peak", "MiB"),
     Column("peak_missed", "prediction missed"),
     Column("end_mib", "in use at its end", "MiB"),
-    Column("kept_mib", "kept", "MiB"),
     Column("predicted_kept_mib", "predicted", "MiB"),
     Column("kept_missed", "prediction missed"),
     *(Column(key, part, "MiB") for key, part in _PARTS.items()),
-    Column("block_mib", "block", "MiB"),
     Column("blocks", "blocks", "count"),
     Column("source", "allocated by"),
     Column("stack", "stack, innermost first"),
@@ -161,10 +156,6 @@ class Memory(Experiment):
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Peaks beside predictions, what is kept for backward, the largest allocations."""
         frame = _with_predictions(rows)
-        for name in ("peak", "end", "case_peak", "residual", "block", "kept"):
-            for prefix in ("", "predicted_"):
-                if f"{prefix}{name}_bytes" in frame:
-                    frame[f"{prefix}{name}_mib"] = frame[f"{prefix}{name}_bytes"] / 2**20
         if "second_step" in frame:
             second = frame["second_step"].map(lambda asked: asked is True)
             frame["mode"] = frame["mode"].where(~second, "second step")

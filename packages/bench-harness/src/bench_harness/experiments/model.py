@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from bench_harness.training.settings import Settings
 
 _COLUMNS = row_tables.Columns(
-    Column("execution", "execution"),
     Column("warmup", "warm-up", "steps"),
     Column("tokens_s", "tokens/s"),
     Column("timer", "timer itself", "%"),
-    Column("first_ms", "first", "ms"),
     Column("first_ratio", "first / steady", "ratio"),
 )
 #: forward: inference, no graph. The other four belong to a training step: its three parts, each

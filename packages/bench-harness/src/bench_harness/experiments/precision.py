@@ -20,7 +20,6 @@ _COLUMNS = row_tables.Columns(
     Column("value", "sum", "1", 7),
     Column("exact", "exact", "1", 7),
     Column("error", "error", "%", 7),
-    Column("why", "why"),
 )
 _TERM = 0.01
 

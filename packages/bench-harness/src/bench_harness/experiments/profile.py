@@ -25,7 +25,6 @@ _COLUMNS = row_tables.Columns(
     Column("busy_ms", "kernels", "ms"),
     Column("matmul_share", "matmul", "%"),
     Column("fused_share", "fused attention", "%"),
-    Column("what", "what"),
     Column("range", "part"),
     Column("gflop", "operations", "GFLOP"),
     Column("gflop_s", "achieved", "GFLOP/s"),

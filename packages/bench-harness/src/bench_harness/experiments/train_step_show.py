@@ -22,8 +22,6 @@ _Made = TypeVar("_Made")
 _COLUMNS = row_tables.Columns(
     Column("batch", "batch per rank"),
     Column("compile", "compiled"),
-    Column("fastest_ms", "fastest", "ms"),
-    Column("slowest_ms", "slowest", "ms"),
     Column("exposed_step_ms", "exposed communication", "ms"),
     Column("share", "of the step", "%"),
     Column("speedup", "speedup over naive", "ratio"),
@@ -32,21 +30,16 @@ _COLUMNS = row_tables.Columns(
     Column("optimizer_ms_median", "optimizer alone", "ms"),
     Column("host_ms_median", "host", "ms"),
     Column("peak_gib", "peak memory", "GiB"),
-    Column("moment", "moment"),
     Column("parameter_gib", "parameters", "GiB"),
     Column("gradient_gib", "gradients", "GiB"),
     Column("state_gib", "optimizer state", "GiB"),
     Column("predicted_gib", "predicted sum", "GiB"),
     Column("host_state_gib", "state in host memory", "GiB"),
     Column("predicted_host_state_gib", "predicted there", "GiB"),
-    Column("allocated_gib", "allocated", "GiB"),
     Column("collectives", "collectives", "count"),
     Column("in_backward", "started in backward", "count"),
-    Column("payload_mib", "payload", "MiB"),
     Column("communication_ms", "total", "ms"),
-    Column("hidden_ms", "hidden", "ms"),
     Column("exposed_min_ms", "exposed, least rank", "ms"),
-    Column("part", "part"),
     Column("spent_ms", "time", "ms"),
     Column("least_ms", "at the measured ceiling", "ms"),
     Column("reached", "of the ceiling", "%"),
@@ -170,8 +163,6 @@ def _memory(done: pd.DataFrame) -> Table:
     for part in [*_KINDS, *(["host_state"] if "host_state_bytes" in frame else [])]:
         expected = frame[f"predicted_{part}_bytes"]
         frame["missed"] |= (frame[f"{part}_bytes"] - expected).abs() > _TOLERANCE * expected
-    for name in [str(c) for c in frame if str(c).endswith("_bytes")]:
-        frame[name.replace("_bytes", "_gib")] = frame[name].astype("float64") / 2**30
     return _COLUMNS.table(
         "Memory per rank at its moments",
         frame,
@@ -186,9 +177,6 @@ def _memory(done: pd.DataFrame) -> Table:
 
 
 def _communication(profiled: pd.DataFrame) -> Table:
-    if "payload_bytes" in profiled:
-        payload = profiled["payload_bytes"].astype("float64") / 2**20
-        profiled = profiled.assign(payload_mib=payload)
     return _COLUMNS.table(
         "Communication in one profiled step",
         profiled,

@@ -112,17 +112,12 @@ def render(report: Report) -> str:
 
 def as_json(report: Report, page: Path) -> Row:
     """A report as plain values: how each case ended, and the tables by experiment and title."""
+    shown = ("experiment", "label", "status", "seconds", "error")
     return {
         "report": str(page),
         "notes": report.notes,
         "cases": [
-            {
-                "experiment": case.experiment,
-                "label": case.label,
-                "status": case.status,
-                "seconds": case.seconds,
-                "error": case.error,
-            }
+            {name: getattr(case, name) for name in shown}
             for section in report.sections
             for case in section.cases
         ],

@@ -9,7 +9,6 @@ records around each collective.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import gzip
 import json
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.traces.intervals import Interval
-from bench_harness.traces.trace import Event, Trace, is_communication
+from bench_harness.traces.trace import Event, Trace, is_communication, within
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +79,8 @@ def load(path: Path) -> Trace:
     if by_category["kernel"]:
         kernels = [_event(e) for e in by_category["kernel"]]
         copies = [_event(e) for c in ("gpu_memcpy", "gpu_memset") for e in by_category[c]]
-        exchanges = [each for each in ranges if each.name.startswith(_EXCHANGE)]
-        moved = _launched_inside(exchanges, launches)
+        exchanges = within(each for each in ranges if each.name.startswith(_EXCHANGE))
+        moved = {number for number, launch in launches.items() if exchanges(launch)}
 
         def moves(event: Event) -> bool:
             between_gpus = is_communication(event.name) or "PtoP" in event.name
@@ -157,22 +156,6 @@ def _event(event: dict[str, Any]) -> Event:
         self_ns=end - start,
         correlation=event.get("args", {}).get("correlation"),
     )
-
-
-def _launched_inside(ranges: Sequence[Event], launches: Mapping[int, Event]) -> set[int]:
-    """Correlations of the launches inside any of the ranges, on the same thread of the host."""
-    by_thread: dict[tuple[int, int], list[Interval]] = defaultdict(list)
-    for each in ranges:
-        by_thread[each.thread].append(each.interval)
-    found = set()
-    for own in by_thread.values():
-        own.sort()
-    for correlation, launch in launches.items():
-        own = by_thread.get(launch.thread, [])
-        position = bisect.bisect_right(own, launch.start_ns, key=lambda span: span[0]) - 1
-        if position >= 0 and launch.start_ns < own[position][1]:
-            found.add(correlation)
-    return found
 
 
 def _nested(events: list[Event]) -> tuple[list[Event], list[Event]]:

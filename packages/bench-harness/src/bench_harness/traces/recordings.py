@@ -23,12 +23,8 @@ from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
 _WORK = {"matmul": "matmul", "fused": "fused attention", "moved": "communication", "other": "other"}
 _GATHERS = ("gathers", "late_gathers", "late_ms", "latest_gathers")
 _COLUMNS = row_tables.Columns(
-    Column("recording", "recording"),
-    Column("tool", "tool"),
     Column("steps", "steps", "count"),
     Column("step_ms", "per step", "ms"),
-    Column("computing_ms", "computing", "ms"),
-    Column("communication_ms", "communication", "ms"),
     Column("hidden", "hidden", "%"),
     *(Column(key, work, "%") for key, work in _WORK.items()),
     Column("kernels", "kernels", "count"),

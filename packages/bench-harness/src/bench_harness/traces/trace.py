@@ -7,14 +7,15 @@ a thread of its own, where ranges pushed by the training thread do not exist.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from bench_harness.traces.intervals import Interval, Overlap, overlap
+from bench_harness.traces.intervals import Interval, Overlap, overlap, union
 
 if TYPE_CHECKING:
     import torch
@@ -186,6 +187,23 @@ def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[KernelTotal
     ]
 
 
+def within(ranges: Iterable[Event]) -> Callable[[Event | None], bool]:
+    """Tells whether something on the host begins while one of the ranges is open on its thread."""
+    by_thread: dict[tuple[int, int], list[Interval]] = defaultdict(list)
+    for each in ranges:
+        by_thread[each.thread].append(each.interval)
+    opened = {thread: union(intervals) for thread, intervals in by_thread.items()}
+
+    def is_within(host: Event | None) -> bool:
+        own = [] if host is None else opened.get(host.thread, [])
+        if host is None or not own:
+            return False
+        position = bisect.bisect_right(own, host.start_ns, key=lambda span: span[0]) - 1
+        return position >= 0 and host.start_ns < own[position][1]
+
+    return is_within
+
+
 def time_inside(
     trace: Trace, range_name: str, windows: Sequence[Interval] | None = None
 ) -> dict[str, int]:
@@ -197,17 +215,15 @@ def time_inside(
     A kernel belongs to the range that was open, on the launching thread, when the host launched
     it; on a CPU the operator itself must lie in the range.
     """
-    spans: dict[tuple[int, int], list[Interval]] = defaultdict(list)
-    for span in trace.ranges:
-        if span.name == range_name and (
-            windows is None or any(start <= span.start_ns < end for start, end in windows)
-        ):
-            spans[span.thread].append(span.interval)
+    inside = within(
+        span
+        for span in trace.ranges
+        if span.name == range_name
+        and (windows is None or any(start <= span.start_ns < end for start, end in windows))
+    )
     totals: dict[str, int] = defaultdict(int)
     for event in trace.operators:
-        host = event if not trace.on_device else trace.launches.get(event.correlation or -1)
-        if host is None:
-            continue
-        if any(start <= host.start_ns < end for start, end in spans[host.thread]):
+        host = trace.launches.get(event.correlation or -1) if trace.on_device else event
+        if inside(host):
             totals[kind(event.name)] += event.self_ns
     return dict(totals)

@@ -9,10 +9,11 @@ are the operators' own times.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from bench_harness.traces.intervals import Interval, clip, total
-from bench_harness.traces.trace import Event, Trace, kind
+from bench_harness.traces.trace import Event, Trace, kind, within
 
 PRODUCTS, ATTENTION, OPTIMIZER = "matrix products", "attention", "optimizer"
 LOSS, ELEMENTWISE, COPIES = "loss", "norms and elementwise", "copies"
@@ -25,18 +26,19 @@ PARTS = (PRODUCTS, ATTENTION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, COMMUNICATIO
 _RANGES = {"Optimizer.step#": OPTIMIZER, "attention.": ATTENTION, "loss": LOSS}
 
 
+_Ranges: TypeAlias = Mapping[str, Callable[[Event | None], bool]]
+
+
 def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
     """Milliseconds of each of :data:`PARTS` in one step; together they are the window.
 
     Args:
         window: the step, with the device idle at both ends.
     """
-    ranges = [
-        (span, part)
+    ranges = {
+        part: within(span for span in trace.ranges if span.name.startswith(prefix))
         for prefix, part in _RANGES.items()
-        for span in trace.ranges
-        if span.name.startswith(prefix)
-    ]
+    }
     begin, end = window
     if not trace.on_device:
         return _own_times(trace, ranges, window)
@@ -58,9 +60,7 @@ def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
     return times | {IDLE: (end - begin - total(covered)) / 1e6}
 
 
-def _own_times(
-    trace: Trace, ranges: Sequence[tuple[Event, str]], window: Interval
-) -> dict[str, float]:
+def _own_times(trace: Trace, ranges: _Ranges, window: Interval) -> dict[str, float]:
     times = dict.fromkeys(PARTS, 0.0)
     for event in trace.operators:
         if window[0] <= event.start_ns < window[1]:
@@ -71,15 +71,9 @@ def _own_times(
     return times
 
 
-def _part(name: str, host: Event | None, ranges: Sequence[tuple[Event, str]]) -> str:
+def _part(name: str, host: Event | None, ranges: _Ranges) -> str:
     """The part that a kernel or operator belongs to; ``host`` is the call that launched it."""
-    inside = {
-        part
-        for span, part in ranges
-        if host is not None
-        and span.thread == host.thread
-        and span.start_ns <= host.start_ns < span.end_ns
-    }
+    inside = {part for part, is_within in ranges.items() if is_within(host)}
     if OPTIMIZER in inside or "FusedAdam" in name:  # one launch replays a whole recorded step
         return OPTIMIZER
     by_name = {"matmul": PRODUCTS, "fused attention": ATTENTION}.get(kind(name))
