@@ -100,6 +100,7 @@ def run_case(
     cases: Iterable[Any],
     *case: Any,
     backend: str = "gloo",
+    timeout: float = 120.0,
 ) -> list[Any]:
     """One of several cases that share a start of ranks, so that each is a test of its own.
 
@@ -110,7 +111,8 @@ def run_case(
         function: a module-level function of a test file.
         cases: all of them, in this order: names or numbers, or tuples of these.
         case: the one that is asked for.
-        backend: see ``run_ranks``.
+        backend: see ``run_ranks``, as for ``timeout``, in which all cases must end.
+        timeout: see ``backend``.
 
     Returns:
         What each rank returned, in rank order.
@@ -119,7 +121,7 @@ def run_case(
         RanksFailed: with the traceback of each rank on which this case, or one before it, failed.
     """
     tuples = tuple(each if isinstance(each, tuple) else (each,) for each in cases)
-    outcomes = _outcomes_of_all(function, world_size, tuples, backend)
+    outcomes = _outcomes_of_all(function, world_size, tuples, backend, timeout)
     failed, values = [], []
     for outcome in outcomes:
         found = outcome.value if outcome.ok else {}
@@ -141,9 +143,12 @@ def _outcomes_of_all(
     world_size: int,
     cases: tuple[tuple[Any, ...], ...],
     backend: str,
+    timeout: float,
 ) -> list[RankOutcome]:
     source = (Path(inspect.getfile(function)).resolve(), function.__qualname__)
-    return run_ranks(_all_cases, world_size, source, cases, backend=backend, check=False)
+    return run_ranks(
+        _all_cases, world_size, source, cases, backend=backend, timeout=timeout, check=False
+    )
 
 
 def _all_cases(

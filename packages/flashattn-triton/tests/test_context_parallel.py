@@ -482,7 +482,7 @@ def replay(rank: int, world_size: int, way: str) -> None:
             both()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
         recorded = both()
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
@@ -497,7 +497,14 @@ def test_a_cuda_graph(way: str) -> None:
     run_ranks(replay, 2, way, backend="nccl")
 
 
+# Every problem has kernels of its own to compile, on every rank. CPUs have seen all problems.
+ON_GPUS = [
+    (way, name) for way in WAYS for name in ("bf16", "bf16, packed, a window", "sinks, a soft-cap")
+]
+
+
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("way", "name"), EQUALITIES)
+@pytest.mark.parametrize(("way", "name"), ON_GPUS)
 def test_gpus_compute_what_one_does(way: str, name: str) -> None:
-    run_case(compare, min(torch.cuda.device_count(), 4), EQUALITIES, way, name, backend="nccl")
+    world_size = min(torch.cuda.device_count(), 4)
+    run_case(compare, world_size, ON_GPUS, way, name, backend="nccl", timeout=280)

@@ -1,7 +1,5 @@
 """Data-parallel training in four documented steps: naive, flat, overlapped, bucketed."""
 
-from typing import TYPE_CHECKING, Any
-
 from ddp_lite.base import DataParallelBase
 from ddp_lite.buckets import Bucket
 from ddp_lite.errors import (
@@ -12,10 +10,8 @@ from ddp_lite.errors import (
     SynchronizationError,
     UnfinishedSynchronizationError,
 )
+from ddp_lite.stats import SynchronizationStats
 from ddp_lite.wrappers import BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP
-
-if TYPE_CHECKING:
-    from ddp_lite.stats import SynchronizationStats
 
 __version__ = "0.1.0"
 
@@ -34,11 +30,3 @@ __all__ = [
     "SynchronizationStats",
     "UnfinishedSynchronizationError",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "SynchronizationStats":  # loaded by those who ask for statistics
-        from ddp_lite.stats import SynchronizationStats
-
-        return SynchronizationStats
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Never
+from typing import Any, ClassVar, Literal, Never
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,8 @@ from ddp_lite.missing import MissingGradients, Policy
 from ddp_lite.ranks import Ranks, resolve_group
 from ddp_lite.reduce import Way
 from ddp_lite.same_step import SameStep
+from ddp_lite.stats import StepStats, SynchronizationStats
 from ddp_lite.transparent import TransparentWrapper
-
-if TYPE_CHECKING:
-    from ddp_lite.stats import StepStats, SynchronizationStats
 
 
 class DataParallelBase(TransparentWrapper, ABC):
@@ -240,8 +238,6 @@ class DataParallelBase(TransparentWrapper, ABC):
         Returns:
             None until a step has ended after the first call. On CUDA the host waits for the step.
         """
-        from ddp_lite.stats import StepStats
-
         if self._stats is None:
             self._stats = StepStats(self.device)
             self._stats.begin(self._engine)

@@ -1,4 +1,4 @@
-"""Side task: the work and the cost of a step. Loaded by the first call of ``stats``."""
+"""Side task: the work and the cost of a step. Created by the first call of ``stats``."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.buckets import Bucket
+from ddp_lite.ranks import asynchronous
 from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, pack
 
 
@@ -170,16 +171,13 @@ def average_on_wire(flat: Tensor, average: Averager) -> Waitable:
     received = torch.empty_like(flat)
 
     def exchange() -> Any:
-        options = dist.AllToAllOptions()
-        options.asyncOp = True
+        options = asynchronous(dist.AllToAllOptions())
         return communicator.alltoall_base(received, flat, [], [], options)
 
     def sum_and_gather() -> Any:
         from torch._C._distributed_c10d import AllgatherOptions
 
-        options = AllgatherOptions()
-        options.asyncOp = True
         mine = received.view(world_size, -1).float().mean(dim=0).to(flat.dtype)
-        return communicator._allgather_base(flat, mine, options)
+        return communicator._allgather_base(flat, mine, asynchronous(AllgatherOptions()))
 
     return Chain([exchange, sum_and_gather], [flat, received], flat.device)
