@@ -38,10 +38,6 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
 
 LOG2_E = 1.4426950408889634
-# From so many keys on, a program computes one tile. Its start costs less than a percent, and where
-# one ends another kernel finds its place, such as NCCL's: a persistent program that starts late
-# because of it would end as much later.
-MANY_KEYS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +194,7 @@ def hopper_forward_call(
     return HopperForwardCall(
         launch=hopper_launch(
             hopper_forward_kernel,
-            n_tiles if n_keys >= MANY_KEYS else min(n_tiles, programs),
+            min(n_tiles, programs),
             parameters,
             numbers,
             {"OPTIONS": options},
