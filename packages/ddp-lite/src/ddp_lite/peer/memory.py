@@ -81,7 +81,7 @@ class PeerMemory:
         timeout: how long an exchange may wait for other ranks. Then a ``PeerFailureError`` that
             names the lost ones is logged, and raised by the next exchange; the GPU goes on without
             them, with NaN for what it would have received. None, and at most: the group's own
-            timeout, less half a second.
+            timeout, less half a second (a tenth of it, if that is shorter).
 
     Attributes:
         group, device, stream, row_bytes, barrier, stagger: see ``SharedMemory``.

@@ -21,8 +21,10 @@ from torch import Tensor
 
 #: Names and values of what is asked for.
 Facts = tuple[tuple[str, str], ...]
-# Names of groups, and facts that their ranks have agreed on before.
+# Names of groups, and facts that their ranks have agreed on before; emptied when it is full, on all
+# ranks at the same call.
 _known: set[tuple[str, Facts]] = set()
+_LIMIT = 4096
 
 
 class RankLostError(RuntimeError):
@@ -63,6 +65,8 @@ def agree(
         return
     if known != [*hashes] * group.size():
         raise ValueError(_difference(group, known[::2], known[1::2]))
+    if len(_known) >= _LIMIT:
+        _known.clear()
     _known.add((group.group_name, facts))
 
 
