@@ -13,7 +13,7 @@ import torch
 
 from bench_harness import experiments, runner, timing
 from bench_harness.activations import saved_for_backward
-from bench_harness.core import Bars, Case
+from bench_harness.core import Bars, Case, Timelines
 from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import profile
 from bench_harness.report.frame import to_frame
@@ -70,6 +70,9 @@ def run(monkeypatch, tmp_path):
             assert png_bytes(figure.figure).startswith(b"\x89PNG")
             if isinstance(figure.figure, Bars):
                 assert figure.figure.unit
+                continue
+            if isinstance(figure.figure, Timelines):
+                assert all(line["ranks"] for line in figure.figure.lines.values())
                 continue
             for plot in figure.figure.axes:
                 assert "(" in plot.get_xlabel() or "(" in plot.get_ylabel(), "axes carry units"

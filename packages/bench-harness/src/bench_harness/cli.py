@@ -368,10 +368,8 @@ def _trace(
     if picture is not None:
         from bench_harness.display.plots import png_bytes
         from bench_harness.store import replace_file
-        from bench_harness.traces.picture import draw_overlap
 
-        lines = {each.name: each.communication["timeline"] for each in found}
-        replace_file(picture, png_bytes(draw_overlap(lines)))
+        replace_file(picture, png_bytes(recordings.timelines_of(found)))
     tables = recordings.tables(found)
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))

@@ -113,6 +113,18 @@ class Bars:
     panels: Mapping[str, Sequence[Bar]]
 
 
+@dataclass(frozen=True, eq=False)
+class Timelines:
+    """Recorded steps on one time axis, which a page shows on a canvas, and a file as a drawing.
+
+    Attributes:
+        lines: by variant, as rows hold them: ``drawn``, the position of the rank that a drawing
+            shows, and ``ranks``, each as :func:`bench_harness.traces.timeline.timeline` says it.
+    """
+
+    lines: Mapping[str, Row]
+
+
 @dataclass(frozen=True)
 class Figure:
     """A picture of the report.
@@ -120,15 +132,15 @@ class Figure:
     Attributes:
         name: file name without suffix, unique within the experiment.
         title: heading.
-        figure: bars, or a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot,
-            which keeps global state and may want a display).
+        figure: bars, timelines, or a matplotlib figure made with ``matplotlib.figure.Figure``
+            (never pyplot, which keeps global state and may want a display).
         note: one or two sentences under the picture.
         folded: whether the page shows the picture only on request, beside the tables.
     """
 
     name: str
     title: str
-    figure: Bars | MatplotlibFigure
+    figure: Bars | Timelines | MatplotlibFigure
     note: str = ""
     folded: bool = False
 
@@ -138,9 +150,14 @@ class Figure:
         return isinstance(self.figure, Bars)
 
     @property
+    def is_timelines(self) -> bool:
+        """Whether a page shows it on a canvas."""
+        return isinstance(self.figure, Timelines)
+
+    @property
     def wide(self) -> bool:
         """Whether the picture needs the whole width of a page."""
-        return not isinstance(self.figure, Bars) and self.figure.get_figwidth() > 6.5
+        return not isinstance(self.figure, (Bars, Timelines)) and self.figure.get_figwidth() > 6.5
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ LEGEND = (
     "Bars and points are medians with their 95 % intervals. What is unsteady, or a ring, must not "
     "be quoted: its samples scatter or drift too much, or are too short for the timer."
 )
-_TEMPLATE = "page.html.jinja"
 
 #: How a text begins that a spreadsheet evaluates.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -83,6 +82,11 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
+    return page("page.html.jinja", report=report, flags=_FLAGS, legend=LEGEND, results=RESULTS)
+
+
+def page(template: str, **content: Any) -> str:
+    """A page of a template of this folder."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -96,18 +100,9 @@ def render(report: Report) -> str:
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(_TEMPLATE).render(
-        report=report,
-        flags=_FLAGS,
-        legend=LEGEND,
-        plural=plural,
-        readable=readable,
-        results=RESULTS,
-        table_stem=table_stem,
-        data_uri=data_uri,
-        placed=placed,
-        split=split,
-    )
+    helpers = (data_uri, placed, plural, readable, split, table_stem)
+    templates.globals |= {helper.__name__: helper for helper in helpers}
+    return templates.get_template(template).render(**content)
 
 
 def as_json(report: Report, page: Path) -> Row:
