@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from bench_harness import compare, experiments, options, presets, user_code, verdict
 from bench_harness.core import Case
 from bench_harness.experiments import Experiment
-from bench_harness.store import Store, StoreError
+from bench_harness.store import Store, StoreError, replace_file
 
 #: Exit codes beside 0: a case failed; wrong use or an unusable folder; Ctrl-C.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -351,6 +351,14 @@ def _trace(
             "--picture", help="Draw computation above communication (PNG).", show_default=False
         ),
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page",
+            help="Write a page with every kernel on a timeline, to search and to zoom (HTML).",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Analyse recordings of any program: overlap, kernels, late gathers.
@@ -361,16 +369,19 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
-    from bench_harness.report.write import records
+    from bench_harness.display.plots import png_bytes
+    from bench_harness.report.write import records, rendered
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
-    if picture is not None:
-        from bench_harness.display.plots import png_bytes
-        from bench_harness.store import replace_file
-
-        replace_file(picture, png_bytes(recordings.timelines_of(found)))
     tables = recordings.tables(found)
+    if picture is not None:
+        replace_file(picture, png_bytes(recordings.timelines_of(found)))
+    if page is not None:
+        lines = recordings.timelines_of(found).lines
+        title = ", ".join(lines)
+        text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
+        replace_file(page, text.encode())
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))
     else:

@@ -82,10 +82,10 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
-    return page("page.html.jinja", report=report, flags=_FLAGS, legend=LEGEND, results=RESULTS)
+    return rendered("page.html.jinja", report=report, flags=_FLAGS, legend=LEGEND, results=RESULTS)
 
 
-def page(template: str, **content: Any) -> str:
+def rendered(template: str, **content: Any) -> str:
     """A page of a template of this folder."""
     import jinja2
 

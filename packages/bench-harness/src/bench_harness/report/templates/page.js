@@ -88,7 +88,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     const every = find("[type=checkbox]"), status = find("[role=status]"), body = find("tbody");
     const decoded = new Map();
     let from = 0, to = 1, whole = 1, rows = [], height = 0, found = [], next = 0;
-    let colours = {}, waiting = false;
+    let colours = {}, waiting = false, room = 1;
 
     const ranksOf = (name) => {
       if (!decoded.has(name)) decoded.set(name, lines[name].ranks.map(decode));
@@ -147,8 +147,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       waiting = true;
     };
 
-    const room = () => canvas.clientWidth - GUTTER - 8;
-    const x = (at) => GUTTER + room() * (at - from) / (to - from);
+    const x = (at) => GUTTER + room * (at - from) / (to - from);
 
     const text = (words, left, y, limit, colour) => {
       pen.fillStyle = colour;
@@ -163,7 +162,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       for (let i = first; i < count; i++) {
         const [a, b] = spanAt(i);
         if (a >= to) break;
-        const left = Math.max(x(a), GUTTER), width = Math.min(x(b), GUTTER + room()) - left;
+        const left = Math.max(x(a), GUTTER), width = Math.min(x(b), GUTTER + room) - left;
         const colour = b > from ? colourOf(i) : null;
         if (!colour || (width < 1 && Math.floor(left) === last)) continue;
         last = width < 1 ? Math.floor(left) : -1;
@@ -184,7 +183,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const ink = (i) => [OTHER, COPY].includes(row.rank.work[names[i]]) ? colours.ink : colours.on;
       const hit = (colour) => (i) => !row.hits || row.hits[names[i]] ? colour(i) : null;
       pen.fillStyle = colours.wash;
-      pen.fillRect(GUTTER, y, room(), size);
+      pen.fillRect(GUTTER, y, room, size);
       pen.globalAlpha = row.hits ? 0.2 : 1;
       boxes(start.length, at, first, colourOf, y, size);
       boxes(lost.length, (i) => lost[i], 0, () => colours.lost, y, size);
@@ -197,14 +196,14 @@ for (const table of document.querySelectorAll("table.sortable")) {
     };
 
     const axis = () => {
-      const rough = (to - from) / Math.max(2, room() / 90), power = 10 ** Math.floor(Math.log10(rough));
+      const rough = (to - from) / Math.max(2, room / 90), power = 10 ** Math.floor(Math.log10(rough));
       const step = [1, 2, 5, 10].find((each) => each * power >= rough) * power;
       const [unit, size] = step < 1e3 ? ["ns", 1] : step < 1e6 ? ["µs", 1e3] : ["ms", 1e6];
       for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
         pen.fillStyle = colours.line;
         pen.fillRect(x(at), AXIS - 4, 1, height - AXIS);
         const words = `${+(at / size).toPrecision(6)} ${unit}`;
-        if (x(at) + pen.measureText(words).width < GUTTER + room() + 8)
+        if (x(at) + pen.measureText(words).width < GUTTER + room + 8)
           text(words, x(at), AXIS / 2, 200, colours.soft);
       }
     };
@@ -213,6 +212,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       waiting = false;
       const width = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
       if (!width) return;
+      room = width - GUTTER - 8;
       canvas.style.height = `${height}px`;
       canvas.width = width * ratio;
       canvas.height = height * ratio;
@@ -283,11 +283,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
     };
 
     const hover = (event) => {
-      const at = from + (event.offsetX - GUTTER) / room() * (to - from);
+      const at = from + (event.offsetX - GUTTER) / room * (to - from);
       const row = rows.find(({ y, size }) => event.offsetY >= y && event.offsetY < y + size);
       let words = "";
       if (row?.lane && event.offsetX >= GUTTER) {
-        const { start, end, names, name } = row.lane, near = 2 * (to - from) / room();
+        const { start, end, names, name } = row.lane, near = 2 * (to - from) / room;
         const i = above(end, at - near);
         if (i < start.length && start[i] <= at + near)
           words = `${row.rank.names[names[i]]}\n${time(end[i] - start[i])}, from ${time(start[i])}` +
@@ -310,7 +310,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       if (event.key !== "Enter" || !found.length) return;
       event.preventDefault();
       const [a, b] = found[next++ % found.length];
-      const half = Math.max((to - from) / 2, b - a);
+      const half = Math.max(Math.min((to - from) / 2, 50 * (b - a)), b - a);
       show((a + b) / 2 - half, (a + b) / 2 + half);
     });
     const ACTS = { "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2),
@@ -326,7 +326,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && document.activeElement !== canvas) return;  // the page scrolls
       event.preventDefault();
-      zoom(event.deltaY > 0 ? 1.25 : 0.8, from + (event.offsetX - GUTTER) / room() * (to - from));
+      zoom(event.deltaY > 0 ? 1.25 : 0.8, from + (event.offsetX - GUTTER) / room * (to - from));
     }, { passive: false });
     let held = null;
     canvas.addEventListener("pointerdown", (event) => {
@@ -335,7 +335,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
     canvas.addEventListener("pointermove", (event) => {
       if (held === null) return hover(event);
-      pan((held - event.offsetX) / room());
+      pan((held - event.offsetX) / room);
       held = event.offsetX;
     });
     for (const name of ["pointerup", "pointercancel"])
