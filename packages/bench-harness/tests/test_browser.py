@@ -277,9 +277,11 @@ def test_a_page_with_100_mb_of_trace_behind_it_opens_in_five_seconds(
     with (tmp_path / "big.json").open("w") as file:
         file.write('{"traceEvents": [')
         for number in range(170_000):
-            name = ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", "ncclDevKernel_AllReduce_Sum_f32")
-            kernel = span(name[number % 3 == 2], "kernel", 25 * number + 20, 25 * number + 40, 7)
-            kernel |= {"args": {"correlation": number, "grid": [2, 66, 1], "queued": "0" * 280}}
+            name, stream = (("nvjet_tst_TNN", 7), ("ncclDevKernel_AllReduce_Sum_f32", 20))[
+                number % 3 == 2
+            ]
+            kernel = span(name, "kernel", 25 * number + 20, 25 * number + 40, stream)
+            kernel |= {"args": {"correlation": number, "grid": [2, 66, 1], "queued": "0" * 300}}
             launch |= {"ts": 25 * number, "args": {"correlation": number}}
             text = f"{json.dumps(launch)},{json.dumps(kernel)}"
             file.write(text + ("," if number < 169_999 else "]}"))
@@ -290,8 +292,9 @@ def test_a_page_with_100_mb_of_trace_behind_it_opens_in_five_seconds(
     browser.run(tmp_path / "page.html", f"--screenshot={picture}", "--window-size=1280,900")
     assert time.perf_counter() - begin < 5, "with the start of the browser"
     with Image.open(picture) as shown:
-        colours = {c: n for n, c in shown.convert("RGB").getcolors(1 << 24) or []}
-    assert colours[(0x24, 0x67, 0xAD)] > 5000, "products are drawn"
+        pixels = shown.convert("RGB").getcolors(1 << 24) or []
+    blue = sum(count for count, (red, _, blue) in pixels if blue - red > 40)
+    assert blue > 5000, "products are drawn"
 
 
 def test_a_missing_browser_is_named(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

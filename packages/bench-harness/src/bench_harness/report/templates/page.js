@@ -156,22 +156,40 @@ for (const table of document.querySelectorAll("table.sortable")) {
       pen.fillText(words, left, y);
     };
 
-    // Spans narrower than a pixel are drawn once for each pixel.
-    const boxes = (count, spanAt, first, colourOf, y, size, labelOf) => {
-      let last = -1;
+    // Spans narrower than a pixel share one, which is as opaque as they fill it.
+    const boxes = (count, spanAt, first, colourOf, y, size, least = 0.2) => {
+      const alpha = pen.globalAlpha;
+      let pixel = -1, filled = 0;
+      const flush = () => {
+        if (pixel < 0) return;
+        pen.globalAlpha = alpha * Math.min(1, Math.max(filled, least));
+        pen.fillRect(pixel, y, 1, size);
+        pen.globalAlpha = alpha;
+        pixel = -1;
+      };
       for (let i = first; i < count; i++) {
         const [a, b] = spanAt(i);
         if (a >= to) break;
         const left = Math.max(x(a), GUTTER), width = Math.min(x(b), GUTTER + room) - left;
         const colour = b > from ? colourOf(i) : null;
-        if (!colour || (width < 1 && Math.floor(left) === last)) continue;
-        last = width < 1 ? Math.floor(left) : -1;
-        if (labelOf) {
-          if (width > 44) text(labelOf(i), left + 4, y + size / 2, width - 8, colour);
-          continue;
+        if (!colour) continue;
+        if (width >= 1 || Math.floor(left) !== pixel) {
+          flush();
+          pen.fillStyle = colour;
+          filled = 0;
         }
-        pen.fillStyle = colour;
-        pen.fillRect(width < 1 ? last : left, y, Math.max(width - (width > 4), 1), size);
+        if (width >= 1) pen.fillRect(left, y, width - (width > 4), size);
+        else [pixel, filled] = [Math.floor(left), filled + width];
+      }
+      flush();
+    };
+    const labels = (count, spanAt, first, colourOf, y, size, labelOf) => {
+      for (let i = first; i < count; i++) {
+        const [a, b] = spanAt(i);
+        if (a >= to) break;
+        const left = Math.max(x(a), GUTTER), width = Math.min(x(b), GUTTER + room) - left;
+        const colour = width > 44 ? colourOf(i) : null;
+        if (colour) text(labelOf(i), left + 4, y + size / 2, width - 8, colour);
       }
     };
 
@@ -191,8 +209,8 @@ for (const table of document.querySelectorAll("table.sortable")) {
       if (names.length && row.rank.work[names[0]] < COMMUNICATION)
         boxes(late.length, (i) => late[i], 0, () => colours.lost, y + size - 4, 4);
       pen.globalAlpha = 1;
-      if (row.hits) boxes(start.length, at, first, hit(() => colours.match), y, size);
-      boxes(start.length, at, first, hit(row.hits ? () => colours.on : ink), y, size, label);
+      if (row.hits) boxes(start.length, at, first, hit(() => colours.match), y, size, 1);
+      labels(start.length, at, first, hit(row.hits ? () => colours.on : ink), y, size, label);
     };
 
     const axis = () => {
@@ -238,7 +256,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
           const { phases } = row, at = (i) => phases[i].slice(1), y = row.y + 2;
           const colourOf = (i) => colours[phases[i][0]] || colours.wash;
           boxes(phases.length, at, 0, colourOf, y, ROW - 4);
-          boxes(phases.length, at, 0, () => colours.ink, y, ROW - 4, (i) => phases[i][0]);
+          labels(phases.length, at, 0, () => colours.ink, y, ROW - 4, (i) => phases[i][0]);
         }
       }
       say();
