@@ -223,6 +223,17 @@ def span(name: str, category: str, start: float, end: float, stream: int) -> dic
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, **where}
 
 
+RANK = {
+    "window_ns": 9000,
+    "exposed_ns": 0,
+    "merged_ns": 0,
+    "offset_ns": 0,
+    "names": ["gemm"],
+    "work": [0],
+    "lanes": [{"name": "stream 7", "spans": [0, 9000, 0]}],
+    "phases": [["forward", 0, 9000]],
+    "late": [[0, 10]],
+}
 EVIL = "b<img src=x onerror=alert(1)><script>.json"
 
 
@@ -267,6 +278,31 @@ def test_a_timeline_is_searched_zoomed_and_read_out(
     assert (found["name"], found["pictures"]) == (EVIL, 0), "a name is text"
     assert "of 80 µs" in found["status"], "both sides show the second recording"
     assert found["focus"] == 0
+
+
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_a_comparison_fits_its_window(
+    page: Path, bench: Bench, tmp_path: Path, width: int, dark: bool
+) -> None:
+    """A row of many words, a far interval, an unknown case, and two timelines."""
+    lines = (page.parent / "results.jsonl").read_text().splitlines()
+    recorded = {"drawn": 0, "ranks": [RANK] * 3}
+    for run in ("a", "b"):
+        store = Store(tmp_path / run)
+        with store.open_for_writing() as writer:
+            for number, line in enumerate(lines):
+                row = json.loads(line) | {"timeline": recorded, "waterfall": {"products": 3.0}}
+                times = [row["samples_ms"][0] * (1 + (run == "b") * number), 1.0] * 3
+                name = "a variant of very many words " * (3 * number + 1)
+                writer.append([row | {"samples_ms": times, "variant": name}])
+            writer.append([row | {"case_key": run, "label": "alone"}])
+    assert bench("compare", "a", "b", "--page", "compare.html").returncode == 0
+    scheme = ["--blink-settings=preferredColorScheme=0"] * dark
+    drawn = "await new Promise((done) => setTimeout(done, 20));"
+    drawn += "const data = document.querySelector('canvas').dataset; found.to = data.to;"
+    found = seen(tmp_path / "compare.html", width, PROBE + drawn, *scheme)
+    assert_fits(found, width)
+    assert found["to"] == "9000"
 
 
 @pytest.mark.nightly

@@ -320,6 +320,14 @@ def _compare(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a summary for a pull request.")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--page",
+            help="Write a page: the verdict, what changed, both timelines (HTML).",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Say whether run B is faster or slower than A."""
@@ -332,6 +340,10 @@ def _compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
     failures = [] if gate is None else gate.failures(found)
+    if page is not None:
+        from bench_harness.report import comparison
+
+        comparison.write(found, page, None if gate is None else failures)
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
