@@ -5,6 +5,7 @@ What measures and shows is imported by the command that needs it, so ``--help`` 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
@@ -353,6 +354,20 @@ def _compare(
     return FAILED if failures else 0
 
 
+def _serve(run: RunFolder) -> int:
+    """Open a run's traces in Perfetto, over the loopback, until Ctrl-C."""
+    from bench_harness import serve
+
+    found = serve.traces(Store(run))
+    with serve.TraceServer({path: file for path, (_, file) in found.items()}) as server:
+        for path, (label, _) in found.items():
+            typer.echo(f"{label}\n  {server.link(path)}")
+        typer.echo("Open a link in a browser of this machine. Ctrl-C ends.")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
 def _trace(
     files: Annotated[
         list[Path], typer.Argument(help="Recordings, one of each rank.", show_default=False)
@@ -437,6 +452,7 @@ def _preset(
 _OTHERS: dict[str, Callable[..., int]] = {
     "report": _report,
     "compare": _compare,
+    "serve": _serve,
     "trace": _trace,
     "preset": _preset,
     "env": _env,
