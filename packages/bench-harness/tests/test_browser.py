@@ -226,7 +226,6 @@ def span(name: str, category: str, start: float, end: float, stream: int) -> dic
 RANK = {
     "window_ns": 9000,
     "exposed_ns": 0,
-    "merged_ns": 0,
     "offset_ns": 0,
     "names": ["gemm"],
     "work": [0],

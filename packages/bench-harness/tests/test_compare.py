@@ -304,7 +304,6 @@ def test_kernels_that_changed_are_named_by_time(tmp_path: Path) -> None:
 RANK = {
     "window_ns": 9000,
     "exposed_ns": 0,
-    "merged_ns": 0,
     "offset_ns": 0,
     "names": ["gemm"],
     "work": [0],

@@ -7,11 +7,11 @@ from contextlib import closing
 
 import pytest
 import torch
+from tools.pages import timelines as pages
 
 import basics_model
 from basics_model.attention import softmax_attention
-from bench_harness.display.plots import draw_timelines
-from bench_harness.display.timelines import bars_of, timelines
+from bench_harness.display.timelines import timelines
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.timeline import WORK, timeline
 from bench_harness.traces.trace import (
@@ -329,8 +329,8 @@ def test_a_timeline_keeps_every_kernel_by_name_and_stream(gpu_trace):
     assert WORK[work["ncclDevKernel_AllReduce_Sum_f32"]] == "communication"
     assert WORK[work["Memcpy DtoD"]] == "copy"
     assert line["phases"] == [["forward", 0, 100_000], ["backward", 100_000, 300_000]]
-    assert (line["exposed_ns"], line["merged_ns"]) == (45_000, 0)
-    assert timelines(json.loads(json.dumps({"a": whole(line)}))).lines["a"]["drawn"] == 0
+    assert line["exposed_ns"] == 45_000
+    assert timelines(json.loads(json.dumps({"a": whole(line)})))["a"]["drawn"] == 0
 
 
 def whole(line):
@@ -366,12 +366,12 @@ def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
     line = timeline(trace, trace.phases("backward")[0])
     shorter = {**line, "window_ns": 150_000}
     drawn = timelines({"naive": whole(line), "overlap": whole(shorter)})
-    (plot,) = draw_timelines(drawn).axes
+    (plot,) = pages.draw(drawn).axes
     assert [text.get_text().strip() for text in plot.texts] == [
         *("naive", "0.045 ms exposed"),
         *("overlap", "0.045 ms exposed"),
     ]
-    window, exposed, bars = bars_of(drawn.lines["naive"])
+    window, exposed, bars = pages.bars_of(drawn["naive"])
     assert (window, exposed) == (0.2, 0.045)
     assert bars == {
         "computation": [(0.015, 0.1)],
@@ -388,7 +388,8 @@ def test_rows_of_before_names_were_kept_are_still_drawn():
         "compute_us": [[15.0, 115.0]],
         "communication_us": [[100.0, 160.0]],
     }
-    window, exposed, bars = bars_of(timelines({"old": row}).lines["old"])
+    renewed = pages.renewed({"timeline": row})["timeline"]
+    window, exposed, bars = pages.bars_of(timelines({"old": renewed})["old"])
     assert (window, exposed) == (0.2, 0.045)
     assert bars["computation"] == [(0.015, 0.1)]
     assert bars["late"] == [(0.001, 0.001)]
@@ -412,7 +413,6 @@ def test_a_stranger_s_timeline_is_refused(wrong):
     right = {
         "window_ns": 9,
         "exposed_ns": 0,
-        "merged_ns": 0,
         "names": ["k"],
         "work": [0],
         "lanes": [{"name": "s", "spans": [1, 2, 0]}],
@@ -424,17 +424,6 @@ def test_a_stranger_s_timeline_is_refused(wrong):
         timelines({"a": whole({**right, **wrong})})
     with pytest.raises(ValueError, match="timeline must hold"):
         timelines({"a": 3})
-
-
-def test_a_timeline_of_too_many_kernels_merges_short_neighbours():
-    kernels = [Event("k", 100 * i, 100 * i + 99, (0, 0), 99) for i in range(10_000)]
-    kernels += [Event("long", 1_000_000, 1_400_000, (0, 0), 400_000)]
-    line = timeline(Trace(on_device=True, compute=kernels), (0, 1_400_000), most=1000)
-    (lane,) = line["lanes"]
-    assert 300 < len(spans_of(lane)) <= 1000
-    assert 0 < line["merged_ns"] < 10_000
-    assert spans_of(lane)[-1] == (1_000_000, 1_400_000, line["names"].index("long"))
-    assert sum(end - start for start, end, _ in spans_of(lane)) == pytest.approx(1.4e6, rel=0.01)
 
 
 def test_spans_that_overlap_on_a_stream_have_lanes_of_their_own():

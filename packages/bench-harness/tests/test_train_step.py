@@ -377,7 +377,7 @@ def test_tables_relate_each_variant_to_its_step_without_communication(case) -> N
     pictures = experiment.figures(frame)
     assert {picture.name for picture in pictures} >= {"train_steps", "train_step_memory"}
     for picture in pictures:
-        assert png_bytes(picture.figure)
+        assert picture.is_timelines or png_bytes(picture.figure)
 
 
 def test_the_picture_is_of_the_rank_that_waited_least() -> None:

@@ -39,6 +39,7 @@ _REMOVED = {
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
+    "--picture": "trace --page FILE.html draws every kernel, to search and to zoom.",
     "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
     "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
@@ -68,6 +69,10 @@ PresetOrFile: TypeAlias = Annotated[
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
 _Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
+PageFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--page", help="Also write a page with timelines (HTML).", show_default=False),
+]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
@@ -321,14 +326,7 @@ def _compare(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a summary for a pull request.")
     ] = False,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--page",
-            help="Write a page: the verdict, what changed, both timelines (HTML).",
-            show_default=False,
-        ),
-    ] = None,
+    page: PageFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Say whether run B is faster or slower than A."""
@@ -372,20 +370,7 @@ def _trace(
     files: Annotated[
         list[Path], typer.Argument(help="Recordings, one of each rank.", show_default=False)
     ],
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture", help="Draw computation above communication (PNG).", show_default=False
-        ),
-    ] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(
-            "--page",
-            help="Write a page with every kernel on a timeline, to search and to zoom (HTML).",
-            show_default=False,
-        ),
-    ] = None,
+    page: PageFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Analyse recordings of any program: overlap, kernels, late gathers.
@@ -396,16 +381,13 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
-    from bench_harness.display.plots import png_bytes
     from bench_harness.report.write import records, rendered
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
     tables = recordings.tables(found)
-    if picture is not None:
-        replace_file(picture, png_bytes(recordings.timelines_of(found)))
     if page is not None:
-        lines = recordings.timelines_of(found).lines
+        lines = recordings.timelines_of(found)
         title = ", ".join(lines)
         text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
         replace_file(page, text.encode())

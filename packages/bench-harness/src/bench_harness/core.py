@@ -113,16 +113,10 @@ class Bars:
     panels: Mapping[str, Sequence[Bar]]
 
 
-@dataclass(frozen=True, eq=False)
-class Timelines:
-    """Recorded steps on one time axis, which a page shows on a canvas, and a file as a drawing.
-
-    Attributes:
-        lines: by variant, as rows hold them: ``drawn``, the position of the rank that a drawing
-            shows, and ``ranks``, each as :func:`bench_harness.traces.timeline.timeline` says it.
-    """
-
-    lines: Mapping[str, Row]
+class Timelines(dict[str, Row]):
+    """Recorded steps by variant, which a page shows on one time axis on a canvas. Each holds
+    ``drawn``, the position of the rank to show first, and ``ranks``, of which each is a
+    :func:`bench_harness.traces.timeline.timeline` that begins at ``offset_ns``."""
 
 
 @dataclass(frozen=True)

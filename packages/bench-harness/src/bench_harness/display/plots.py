@@ -7,20 +7,17 @@ import io
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.core import Bars, Timelines
+from bench_harness.core import Bars
 from bench_harness.display.bars import COLOURS, placed
-from bench_harness.display.timelines import bars_of
 
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-    from bench_harness.core import Figure as Picture
-
 #: A vector picture past this size (many points) is embedded as PNG instead.
 _SVG_LIMIT_BYTES = 400_000
 
-_DRAWN: weakref.WeakKeyDictionary[Figure | Bars | Timelines, bytes] = weakref.WeakKeyDictionary()
+_DRAWN: weakref.WeakKeyDictionary[Figure | Bars, bytes] = weakref.WeakKeyDictionary()
 
 _STYLE: Any = {
     "axes.grid": True,
@@ -94,36 +91,7 @@ def draw_bars(bars: Bars) -> Figure:
     return figure
 
 
-def draw_timelines(timelines: Timelines) -> Figure:
-    """Computation above communication of each variant, on one time axis from the step's start."""
-    from matplotlib.patches import Patch
-
-    colour = {"computation": COLOURS[0], "late": COLOURS[3], "communication": COLOURS[1]}
-    lines = {name: bars_of(line) for name, line in timelines.lines.items()}
-    figure, axes = new_figure(width=9, height=0.9 + 0.85 * len(lines))
-    plot = axes[0, 0]
-    for y, (variant, (window, exposed, lanes)) in enumerate(lines.items()):
-        plot.annotate(variant, (0, y - 0.03), va="bottom", fontsize="small")
-        for name, bars in lanes.items():
-            top = y + 0.32 * (name == "communication")
-            plot.broken_barh(bars, (top, 0.29), color=colour[name], linewidth=0)
-        plot.plot([window] * 2, [y - 0.03, y + 0.65], "k-", linewidth=1)
-        plot.annotate(f" {exposed:.3g} ms exposed", (window, y + 0.31),
-                      va="center", fontsize="small")  # fmt: skip
-    plot.set_yticks([])
-    plot.set_ylim(len(lines) - 0.15, -0.3)
-    plot.set_xlim(0, 1.15 * max(window for window, _, _ in lines.values()))
-    plot.set_xlabel("time since the step began (ms)")
-    plot.grid(visible=False)
-    names = {"computation": "computation", "communication": "communication"}
-    if any(lanes["late"] for _, _, lanes in lines.values()):
-        names["late"] = "waiting for a late gather"
-    handles = [Patch(color=colour[name], label=text) for name, text in names.items()]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3)
-    return figure
-
-
-def png_bytes(figure: Figure | Bars | Timelines) -> bytes:
+def png_bytes(figure: Figure | Bars) -> bytes:
     """The figure as PNG of 256 colours, which is a third of the size and looks the same."""
     from PIL import Image
 
@@ -134,7 +102,7 @@ def png_bytes(figure: Figure | Bars | Timelines) -> bytes:
     return buffer.getvalue()
 
 
-def svg_bytes(figure: Figure | Bars | Timelines) -> bytes:
+def svg_bytes(figure: Figure | Bars) -> bytes:
     """The figure as SVG without a background, which a dark page may invert.
 
     Drawn once, for its file and for the page: the layout of a figure stays as it was drawn first.
@@ -144,23 +112,19 @@ def svg_bytes(figure: Figure | Bars | Timelines) -> bytes:
     return _DRAWN[figure]
 
 
-def data_uri(picture: Picture) -> str:
+def data_uri(figure: Figure | Bars) -> str:
     """A picture as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
-    svg = svg_bytes(picture.figure)
+    svg = svg_bytes(figure)
     if len(svg) <= _SVG_LIMIT_BYTES:
         return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-    return "data:image/png;base64," + base64.b64encode(png_bytes(picture.figure)).decode()
+    return "data:image/png;base64," + base64.b64encode(png_bytes(figure)).decode()
 
 
-def _render(
-    figure: Figure | Bars | Timelines, file_format: str, *, transparent: bool = False
-) -> bytes:
+def _render(figure: Figure | Bars, file_format: str, *, transparent: bool = False) -> bytes:
     import matplotlib as mpl
 
     if isinstance(figure, Bars):
         figure = draw_bars(figure)
-    elif isinstance(figure, Timelines):
-        figure = draw_timelines(figure)
     buffer = io.BytesIO()
     # Metadata would hold the date, and for SVG the address of an ontology.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}

@@ -31,7 +31,7 @@ def write(found: Comparisons, page: Path, failures: Sequence[str] | None) -> Non
     end = next((end for end in _ENDS if largest <= end), 10 * _ENDS[-1])
     lines, problem = found.timelines, None
     try:
-        lines = dict(timelines(lines).lines)
+        lines = timelines(lines)
         first = [name for name in lines if name[3:] in (lead.variant, _name(lead))]
         lines = {name: lines[name] for name in [*first, *lines]}
     except ValueError as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.core import Row, Table, plural
+from bench_harness.core import Row, Table, Timelines, plural
 from bench_harness.display.bars import placed
 from bench_harness.display.cells import cell, is_missing, readable, split
 from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
@@ -53,10 +53,13 @@ def write(report: Report, folder: Path) -> Path:
                 replace_file(stem.with_suffix(".csv"), csv(table.frame).encode())
                 replace_file(stem.with_suffix(".md"), markdown(table).encode())
         for figure in list(section.figures):
+            drawn = figure.figure
+            if isinstance(drawn, Timelines):  # which a page shows, and no file
+                continue
             stem = figures / f"{section.name}-{figure.name}"
             with _or_left_out(section, section.figures, figure, f"picture {figure.name}"):
-                replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
-                replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
+                replace_file(stem.with_suffix(".png"), png_bytes(drawn))
+                replace_file(stem.with_suffix(".svg"), svg_bytes(drawn))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page

@@ -1,8 +1,7 @@
 """A recorded step as compact arrays: every span with its name, in a lane of its rank and stream.
 
 All times are integer nanoseconds from the start of the window, so that a page draws them and a row
-keeps them without loss. Where a recording holds more than :data:`MOST` spans, short ones that
-follow one another are kept as one.
+keeps them without loss.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval, clip
 from bench_harness.traces.trace import PHASE, Event, Trace, kind, short_name, within
 
-#: Spans of one rank that a row keeps.
-MOST = 300_000
 #: Kinds of work that a name can have, by the numbers in ``work``.
 WORK = ("matmul", "fused attention", "other", "communication", "copy")
 #: Operators of the host that hold a matrix product, where only the outermost ones are shown.
@@ -24,22 +21,17 @@ _PRODUCT = re.compile(r"^aten::(linear|matmul|einsum|conv\dd|convolution)$")
 _Span = tuple[int, int, int]
 
 
-def timeline(
-    trace: Trace, window: Interval, late: Sequence[Sequence[int]] = (), *, most: int = MOST
-) -> Row:
+def timeline(trace: Trace, window: Interval, late: Sequence[Sequence[int]] = ()) -> Row:
     """One rank's part of a timeline, as a row keeps it.
 
     Args:
         late: intervals in which the computation waited for a late gather.
-        most: spans to keep; short neighbours are merged, and named by the longest, until so few
-            are left.
 
     Returns:
         ``window_ns`` and ``exposed_ns``; ``names`` and, for each of them, ``work``, a position in
         :data:`WORK`; ``lanes``, each with a ``name`` and ``spans``, which lists the gap before,
         the duration and the position of the name of one span after the other; ``phases``, each a
-        name, start and end; ``late``, starts and ends; and ``merged_ns``, below which spans are
-        merged, 0 if none are.
+        name, start and end; and ``late``, starts and ends.
     """
     begin, finish = window
     names: dict[tuple[str, str], int] = {}
@@ -52,10 +44,6 @@ def timeline(
         for number, ((_, stream), spans) in enumerate(sorted(streams.items()), start=1)
         for lane in _apart(spans)
     ]
-    merged = 0
-    while sum(len(spans) for _, spans in lanes) > most:
-        merged = max(2 * merged, (finish - begin) // most, 1)
-        lanes = [(name, _merged(spans, merged)) for name, spans in lanes]
     return {
         "window_ns": finish - begin,
         "exposed_ns": trace.overlap(window).exposed_ns,
@@ -64,7 +52,6 @@ def timeline(
         "lanes": [{"name": name, "spans": _flat(spans)} for name, spans in lanes],
         "phases": _phases(trace, window),
         "late": [[s - begin, e - begin] for s, e in clip(((s, e) for s, e in late), window)],
-        "merged_ns": merged,
     }
 
 
@@ -99,21 +86,6 @@ def _apart(spans: list[_Span]) -> list[list[_Span]]:
         else:
             free.append(span)
     return lanes
-
-
-def _merged(spans: list[_Span], shortest: int) -> list[_Span]:
-    """Spans shorter than ``shortest``, with gaps shorter than that, as one of about its length."""
-    found: list[_Span] = []
-    longest = 0
-    for start, end, name in spans:
-        before = found[-1] if found else (0, shortest, 0)
-        if max(end - start, start - before[1], before[1] - before[0]) >= shortest:
-            found.append((start, end, name))
-            longest = end - start
-            continue
-        found[-1] = before[0], end, name if end - start > longest else before[2]
-        longest = max(longest, end - start)
-    return found
 
 
 def _flat(spans: Sequence[_Span]) -> list[int]:

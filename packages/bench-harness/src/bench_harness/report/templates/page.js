@@ -269,9 +269,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
       const total = found.reduce((sum, [a, b]) => sum + b - a, 0);
       const hits = search.value.trim() ? ` ${found.length} spans match, ${time(total)} together.` +
         (found.length ? " Enter: next." : "") : "";
-      const least = Math.max(0, ...rows.map((row) => row.rank.merged_ns));
-      const merged = least ? ` Neighbours shorter than ${time(least)} are one span.` : "";
-      status.textContent = `${time(from)} to ${time(to)} of ${time(whole)}.${hits}${merged}`;
+      status.textContent = `${time(from)} to ${time(to)} of ${time(whole)}.${hits}`;
       list();
     };
 
