@@ -336,7 +336,7 @@ def test_a_page_shows_the_verdict_what_changed_and_both_timelines(
     assert "timelines" not in found
     page = (tmp_path / "page.html").read_text()
     assert "<h1>B is 20.0 % faster, sure: 9.959 → 7.967 ms for plain &lt;i&gt;fp32" in page
-    assert "<dd>&lt;b&gt;copies&lt;/b&gt;<small>−2 of −2 ms</small>" in page
+    assert "<dd>&lt;b&gt;copies&lt;/b&gt;<small>6 → 4 ms</small>" in page
     assert "<dd>4<small>2 faster, sure, 2 same, sure</small>" in page
     assert "<dd>passes<small>" in page
     held = re.search(r'<script type="application/json">(.*)</script>', page)

@@ -333,6 +333,7 @@ def _compare(
     from rich.console import Console
 
     from bench_harness import terminal
+    from bench_harness.report import comparison
 
     gate = None if fail_on is None else compare.Gate.parse(fail_on)
     found = compare.compare(
@@ -340,13 +341,11 @@ def _compare(
     )
     failures = [] if gate is None else gate.failures(found)
     if page is not None:
-        from bench_harness.report import comparison
-
-        comparison.write(found, page, None if gate is None else failures)
+        replace_file(page, comparison.page(found, None if gate is None else failures).encode())
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
-        typer.echo(compare.markdown(found))
+        typer.echo(comparison.markdown(found))
     else:
         terminal.comparisons(found, Console(), None if gate is None else failures)
     return FAILED if failures else 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -422,35 +421,6 @@ def percent(ratio: float) -> str:
     change = 100 * (ratio - 1)
     text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
-
-
-def markdown(found: Comparisons) -> str:
-    """A summary to paste into a pull request: counts, and every row that is not the same."""
-    counts = Counter(str(each.verdict) for each in found.rows)
-    lines = [", ".join(f"{count} {name}" for name, count in sorted(counts.items()))]
-    lines += [f"\nThe environments differ: {'; '.join(found.environment)}"] * bool(
-        found.environment
-    )
-    for name, cases in (("A", found.only_a), ("B", found.only_b)):
-        lines += [f"\nOnly {name} has: {'; '.join(cases)}"] * bool(cases)
-    shown = [each for each in found.rows if each.verdict.direction != "same"]
-    if shown:
-        lines += [
-            "",
-            "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict | why |",
-            "| --- | ---: | ---: | ---: | --- | --- | --- |",
-        ]
-    for each in shown:
-        name = f"{each.label}: {each.variant}" if each.variant else each.label
-        name = name.replace("|", "\\|")
-        verdict = each.verdict
-        interval = "" if verdict.low is None else f"{verdict.low:.3f}–{verdict.high:.3f}"
-        why = "; ".join([*verdict.reasons, *each.changed]).replace("|", "\\|")
-        lines.append(
-            f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {verdict.ratio:.3f} | "
-            f"{interval} | {verdict} | {why} |"
-        )
-    return "\n".join(lines)
 
 
 def _measured(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], Row]:

@@ -1,55 +1,56 @@
-"""The page of two runs: the verdict, every row, the part that changed, and both timelines."""
+"""The page of two runs, and the summary for a pull request: what is given to their templates."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 from bench_harness.compare import Comparison, Comparisons, cells_of, percent
-from bench_harness.core import Bar, Bars, Row
+from bench_harness.core import Bar, Bars
 from bench_harness.display.timelines import timelines
 from bench_harness.report.write import rendered
-from bench_harness.store import replace_file
 
 #: Ends of the axis of changes, in per cent on both sides; the least that holds every median.
 _ENDS = (5, 10, 20, 30, 50, 100, 200, 500, 1000)
 
 
-def write(found: Comparisons, page: Path, failures: Sequence[str] | None) -> None:
-    """Writes the page.
+def page(found: Comparisons, failures: Sequence[str] | None) -> str:
+    """The page: the verdict, every row, the part that changed, and both timelines.
 
     Args:
         failures: why the gate closes; None if there is no gate.
-
-    Raises:
-        StoreError: the page cannot be written.
     """
     lead = max(found.rows, key=_importance)
     largest = max(abs(100 * (each.verdict.ratio - 1)) for each in found.rows)
-    end = next((end for end in _ENDS if largest <= end), 10 * _ENDS[-1])
-    lines, problem = found.timelines, None
+    lines, problem = found.timelines, ""
     try:
-        lines = timelines(lines)
-        first = [name for name in lines if name[3:] in (lead.variant, _name(lead))]
-        lines = {name: lines[name] for name in [*first, *lines]}
+        timelines(lines)
     except ValueError as error:
         lines, problem = {}, str(error)
-    text = rendered(
+    names = [_name(lead), lead.variant]  # the lead's timelines stand first
+    lines = dict(sorted(lines.items(), key=lambda line: line[0][3:] not in names))
+    return rendered(
         "compare.html.jinja",
         found=found,
-        title=_sentence(lead),
+        failures=failures,
         lead=lead,
-        tiles=_tiles(found, lead, failures),
-        cells_of=cells_of,
-        place=lambda verdict: _place(verdict.ratio, verdict.low, verdict.high, end),
-        end=end,
+        counts=Counter(str(each.verdict) for each in found.rows),
+        moved=max(lead.parts, key=lambda part: abs(operator.sub(*lead.parts[part])), default=None),
+        end=next((end for end in _ENDS if largest <= end), 10 * _ENDS[-1]),
         bars={_name(each): _bars(each) for each in [lead, *found.rows] if each.parts},
         lines=lines,
         problem=problem,
+        cells_of=cells_of,
+        percent=percent,
     )
-    replace_file(page, text.encode())
+
+
+def markdown(found: Comparisons) -> str:
+    """A summary to paste into a pull request: counts, and every row that is not the same."""
+    counts = Counter(str(each.verdict) for each in found.rows)
+    return rendered("compare.md.jinja", found=found, counts=counts, name_of=_name).strip()
 
 
 def _importance(each: Comparison) -> tuple[bool, bool, float]:
@@ -63,53 +64,7 @@ def _name(each: Comparison) -> str:
     return f"{each.label}: {each.variant}" if each.variant else each.label
 
 
-def _sentence(each: Comparison) -> str:
-    name, times, _, _, verdict = cells_of(each)
-    times += f" for {name}" * bool(each.variant)
-    change = percent(each.verdict.ratio)[1:]
-    if each.verdict.direction in ("faster", "slower"):
-        return f"B is {change} % {verdict}: {times}"
-    if each.verdict.direction == "same":
-        return f"B takes as long as A: {times}"
-    return f"Cannot tell whether B is faster or slower than A: {times}"
-
-
-def _tiles(
-    found: Comparisons, lead: Comparison, failures: Sequence[str] | None
-) -> list[tuple[str, str, str]]:
-    _, _, change, ends, _ = cells_of(lead)
-    counts = Counter(str(each.verdict) for each in found.rows)
-    tiles = [
-        ("change of the median", change, ends),
-        ("rows", str(len(found.rows)), ", ".join(f"{n} {what}" for what, n in counts.items())),
-    ]
-    if lead.parts:
-        moved = {part: new - old for part, (old, new) in lead.parts.items()}
-        part = max(moved, key=lambda each: abs(moved[each]))
-        size = f"{moved[part]:+.3g} of {sum(moved.values()):+.3g} ms"
-        tiles.append(("where it changed", part, size.replace("-", "\N{MINUS SIGN}")))
-    if failures is not None:
-        tiles.append(("gate", "fails" if failures else "passes", ", ".join(failures)))
-    return tiles
-
-
 def _bars(each: Comparison) -> Bars:
-    return Bars(
-        "ms",
-        {
-            "": [
-                Bar(run, {part: pair[side] for part, pair in each.parts.items()})
-                for side, run in enumerate("AB")
-            ]
-        },
-    )
-
-
-def _place(ratio: float, low: float | None, high: float | None, end: int) -> Row:
-    """Where a change and its interval stand on the axis, in per cent of its width."""
-
-    def at(value: float) -> float:
-        return 50 + 50 * max(-1.0, min(1.0, 100 * (value - 1) / end))
-
-    left, right = (at(ratio if value is None else value) for value in (low, high))
-    return {"at": at(ratio), "left": left, "width": right - left, "cut": right == 100}
+    """A bar for each run, of the parts of its profiled step."""
+    times = ({part: pair[side] for part, pair in each.parts.items()} for side in (0, 1))
+    return Bars("ms", {"": [Bar(run, own) for run, own in zip("AB", times, strict=True)]})
