@@ -67,3 +67,18 @@ def bench(
         return subprocess.CompletedProcess(list(arguments), code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def rank() -> dict[str, object]:
+    """A rank's timeline of one kernel, as a row keeps it."""
+    return {
+        "window_ns": 9000,
+        "exposed_ns": 0,
+        "offset_ns": 0,
+        "names": ["gemm"],
+        "work": [0],
+        "lanes": [{"name": "stream 7", "spans": [0, 9000, 0]}],
+        "phases": [["forward", 0, 9000]],
+        "late": [[0, 10]],
+    }

@@ -223,16 +223,6 @@ def span(name: str, category: str, start: float, end: float, stream: int) -> dic
     return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, **where}
 
 
-RANK = {
-    "window_ns": 9000,
-    "exposed_ns": 0,
-    "offset_ns": 0,
-    "names": ["gemm"],
-    "work": [0],
-    "lanes": [{"name": "stream 7", "spans": [0, 9000, 0]}],
-    "phases": [["forward", 0, 9000]],
-    "late": [[0, 10]],
-}
 EVIL = "b<img src=x onerror=alert(1)><script>.json"
 
 
@@ -281,11 +271,11 @@ def test_a_timeline_is_searched_zoomed_and_read_out(
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_a_comparison_fits_its_window(
-    page: Path, bench: Bench, tmp_path: Path, width: int, dark: bool
+    page: Path, bench: Bench, rank: object, tmp_path: Path, width: int, dark: bool
 ) -> None:
     """A row of many words, a far interval, an unknown case, and two timelines."""
     lines = (page.parent / "results.jsonl").read_text().splitlines()
-    recorded = {"drawn": 0, "ranks": [RANK] * 3}
+    recorded = {"drawn": 0, "ranks": [rank] * 3}
     for run in ("a", "b"):
         store = Store(tmp_path / run)
         with store.open_for_writing() as writer:

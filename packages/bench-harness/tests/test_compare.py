@@ -301,26 +301,14 @@ def test_kernels_that_changed_are_named_by_time(tmp_path: Path) -> None:
     assert compare(run("c", 2.0), run("d", 2.01)).kernels == []
 
 
-RANK = {
-    "window_ns": 9000,
-    "exposed_ns": 0,
-    "offset_ns": 0,
-    "names": ["gemm"],
-    "work": [0],
-    "lanes": [{"name": "stream 7", "spans": [0, 9000, 0]}],
-    "phases": [],
-    "late": [],
-}
-
-
 def test_a_page_shows_the_verdict_what_changed_and_both_timelines(
-    bench: Bench, tmp_path: Path
+    bench: Bench, rank: object, tmp_path: Path
 ) -> None:
     """The row with the largest sure difference is the title; a wrapper's own account of itself
     tells no row from another."""
 
     def run(name: str, time: float, own: str) -> None:
-        timeline = {"drawn": 0, "ranks": [RANK]}
+        timeline = {"drawn": 0, "ranks": [rank]}
         parts = {"matrix products": 4.0, "<b>copies</b>": time - 4.0}
         own_words = {"variant": "plain <i>fp32</i>", "explained": own}
         times = {"one": time, "two": 10.0}

@@ -81,20 +81,12 @@ class _Request(BaseHTTPRequestHandler):
         if content is None:
             self.send_error(404)
             return
-        self._begin(200, len(content))
-        self.wfile.write(content)
-
-    def do_OPTIONS(self) -> None:
-        """Lets Perfetto's page ask an address of this machine."""
-        self._begin(204, 0)
-
-    def _begin(self, status: int, length: int) -> None:
-        self.send_response(status)
+        self.send_response(200)
         self.send_header("Access-Control-Allow-Origin", PAGE)
-        self.send_header("Access-Control-Allow-Private-Network", "true")
         self.send_header("Content-Type", "application/octet-stream")
-        self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
+        self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
         """Prints nothing: the terminal shows the links."""

@@ -21,19 +21,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 PAGE = "report.html"
-#: What readers need to know of pictures, once per page.
-LEGEND = (
-    "Bars and points are medians with their 95 % intervals. What is unsteady, or a ring, must not "
-    "be quoted: its samples scatter or drift too much, or are too short for the timer."
-)
 
 #: How a text begins that a spreadsheet evaluates.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 #: What would end a cell, or begin a link, code or emphasis.
 _MARKDOWN = str.maketrans({character: "\\" + character for character in "|[`*"})
-
-#: Columns whose "yes" a reader must not miss.
-_FLAGS = ("unstable", "too short", "prediction missed")
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -85,7 +77,7 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
-    return rendered("page.html.jinja", report=report, flags=_FLAGS, legend=LEGEND, results=RESULTS)
+    return rendered("page.html.jinja", report=report, results=RESULTS)
 
 
 def rendered(template: str, **content: Any) -> str:
