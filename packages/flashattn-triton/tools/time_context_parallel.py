@@ -6,12 +6,14 @@
         --step --tokens 131072 --rows context.jsonl
 
 Causal attention of one sequence, forward and backward, bf16 on GPUs. The rate is that of
-``flash_attention`` on each GPU by itself, for ``--rate-tokens``, in the same run. The floor divides
-the FLOPs of all tokens by the ranks' rates; ``over_rate`` is the floor over the time, of which the
-slowest rank's counts, the median of ``--repeats``. With ``--step`` it is a step of a model of 8
-billion parameters: stage 3 over all ranks, blocks recomputed but for the output of attention. MFU
-is that of 989 TFLOP/s, counts no recomputation, and only pairs of tokens that the mask shows;
-``mfu_all_pairs`` counts all, as many trainers do. A row is written as soon as it is measured.
+``flash_attention`` on each GPU by itself, of a sequence with as much work as a rank has, in the
+same run: a GPU that works for long has a lower clock. ``--rate-tokens`` asks for that of another
+one. The floor divides the FLOPs of all tokens by the ranks' rates; ``over_rate`` is the floor over
+the time, of which the slowest rank's counts, the median of ``--repeats``. With ``--step`` it is a
+step of a model of 8 billion parameters: stage 3 over all ranks, blocks recomputed but for the
+output of attention. MFU is that of 989 TFLOP/s, counts no recomputation, and only pairs of tokens
+that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do. A row is written as soon as
+it is measured.
 ``--trace FOLDER`` keeps the timeline of one forward and backward pass of each rank. A problem that
 does not fit is a row with its error.
 """
@@ -19,7 +21,9 @@ does not fit is a row with its error.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import statistics
 import time
@@ -39,7 +43,11 @@ from flashattn_triton.context_parallel import (
     token_positions,
 )
 
-WAYS: dict[str, Callable[..., Any]] = {"ring": ring_attention, "all-gather": all_gather_attention}
+WAYS: dict[str, Callable[..., Any]] = {
+    "ring": ring_attention,
+    "ring, messages": functools.partial(ring_attention, communication="messages"),
+    "all-gather": all_gather_attention,
+}
 PEAK_TFLOPS = 989.0
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if GPU else "cpu"
@@ -51,8 +59,10 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", default="65536,262144", help="of the sequence, over all ranks")
-    parser.add_argument("--ways", default="ring,all-gather")
-    parser.add_argument("--rate-tokens", type=int, default=32768)
+    parser.add_argument("--ways", default="ring;all-gather", help=f"of {'; '.join(WAYS)}")
+    parser.add_argument(
+        "--rate-tokens", type=int, help="of one GPU; else as much work as a rank has"
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -152,6 +162,13 @@ def time_attention(
     return of_forward, of_both
 
 
+def _tokens_of_equal_work(tokens: int, ranks: int, arguments: argparse.Namespace) -> int:
+    """The length of a sequence whose attention has a rank's part of the FLOPs, by 1,024."""
+    if arguments.window is not None:
+        return tokens // ranks
+    return max(round(tokens / math.sqrt(ranks) / 1024), 1) * 1024
+
+
 def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
     """A row for each number of tokens and way."""
     size = dist.get_world_size()
@@ -162,15 +179,15 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
         "window": arguments.window,
     }
     known = (arguments.heads, arguments.head_dim, arguments.window)
-    n = arguments.rate_tokens
-    alone = time_attention(flash_attention, n, arguments)
-    rates = flops(n, *known) / alone[0], 3.5 * flops(n, *known) / alone[1]
-    rows.write(
-        kind="one GPU", tokens=n, **shape, forward_ms=alone[0] * 1e3, both_ms=alone[1] * 1e3,
-        forward_tflops=rates[0] / 1e12, both_tflops=rates[1] / 1e12,
-    )  # fmt: skip
     for tokens in map(int, arguments.tokens.split(",")):
-        for way in arguments.ways.split(","):
+        n = arguments.rate_tokens or _tokens_of_equal_work(tokens, size, arguments)
+        alone = time_attention(flash_attention, n, arguments)
+        rates = flops(n, *known) / alone[0], 3.5 * flops(n, *known) / alone[1]
+        rows.write(
+            kind="one GPU", tokens=n, **shape, forward_ms=alone[0] * 1e3, both_ms=alone[1] * 1e3,
+            forward_tflops=rates[0] / 1e12, both_tflops=rates[1] / 1e12,
+        )  # fmt: skip
+        for way in arguments.ways.split(";"):
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
             try:
@@ -196,7 +213,7 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
     from shard_optim import FullyShardedDataParallel
 
     for tokens in map(int, arguments.tokens.split(",")):
-        for way in arguments.ways.split(","):
+        for way in arguments.ways.split(";"):
             config = ModelConfig(
                 vocab_size=151_936 if GPU else 256,
                 context_length=tokens,
