@@ -26,6 +26,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,7 @@ from flashattn_triton.context_parallel import (
     shard_tokens,
     token_positions,
 )
+from flashattn_triton.context_parallel.peer_memory import memory_for
 
 WAYS: dict[str, Callable[..., Any]] = {
     "ring": ring_attention,
@@ -77,20 +79,27 @@ def parsed() -> argparse.Namespace:
 
 
 class Rows:
-    """Rank 0's file of rows."""
+    """Rank 0's file of rows, in the form that the pages of this repository read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        device = torch.cuda.get_device_name() if GPU else "CPU ranks"
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
         self._same = {
-            "ranks": dist.get_world_size(),
-            "device": torch.cuda.get_device_name() if GPU else "cpu",
-            "torch": torch.__version__,
+            "commit": found.stdout.strip(),
+            "measured_on": f"{dist.get_world_size()} {device}, torch {torch.__version__}",
+            "config": {},
         }
 
-    def write(self, **row: Any) -> None:
+    def write(self, kind: str, **row: Any) -> None:
         """Appends a row, and prints it."""
         if dist.get_rank() == 0:
-            line = json.dumps({**row, **self._same})
+            shape = ("way", "tokens", "kv_heads", "window")
+            label = ", ".join([kind, *(f"{x} {row[x]}" for x in shape if row.get(x) is not None)])
+            about = {"experiment": "context-parallel", "case_key": label, "label": label}
+            found = {k: round(x, 4) if isinstance(x, float) else x for k, x in row.items()}
+            line = json.dumps({**about, **self._same, "rows": [found]})
             print(line, flush=True)
             with self._path.open("a") as file:
                 file.write(line + "\n")
@@ -162,6 +171,15 @@ def time_attention(
     return of_forward, of_both
 
 
+def memory(*, copies: bool) -> dict[str, float]:
+    """GiB that torch had allocated at most, and those besides that other ranks copy from."""
+    if not GPU:
+        return {}
+    shared = memory_for(dist.group.WORLD, 0) if copies and dist.group.WORLD else ""
+    nbytes = 0 if isinstance(shared, str) else shared.nbytes
+    return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "shared_gib": nbytes / 2**30}
+
+
 def _tokens_of_equal_work(tokens: int, ranks: int, arguments: argparse.Namespace) -> int:
     """The length of a sequence whose attention has a rank's part of the FLOPs, by 1,024."""
     if arguments.window is not None:
@@ -201,8 +219,7 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
             rows.write(
                 kind="attention", way=way, tokens=tokens, **shape, forward_ms=times[0] * 1e3,
                 both_ms=times[1] * 1e3, forward_over_rate=floors[0] / times[0],
-                both_over_rate=floors[1] / times[1],
-                peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+                both_over_rate=floors[1] / times[1], **memory(copies=way == "ring"),
             )  # fmt: skip
 
 
@@ -263,7 +280,7 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
                 kind="step", **shape, attention_kept=kept, step_s=found,
                 tokens_per_second=tokens / found, mfu=visible / per_rank,
                 mfu_all_pairs=all_pairs / per_rank,
-                peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+                **memory(copies=way == "ring"),
             )  # fmt: skip
             del module, model, optimizer, step
 
