@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ddp_lite import Bucket, BucketedDDP
 from ddp_lite.peer import PeerCopies
 from ddp_lite.reduce import Waitable
-from ddp_lite.wire import Chain, SideStream
+from ddp_lite.wire import Chain
 
 
 class HierarchicalAverage:
@@ -44,12 +44,11 @@ class HierarchicalAverage:
             )
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
-        self._side = SideStream()
         self._copies = inside
-        if inside is not None and inside.group.group_name != self._inside.group_name:
+        if inside is not None and inside.memory.group.group_name != self._inside.group_name:
             raise ValueError(
                 "inside must be made with the mesh's second group, mesh.get_group(1), but got "
-                f"copies of the group {inside.group.group_name}. Build "
+                f"copies of the group {inside.memory.group.group_name}. Build "
                 "PeerMemory(mesh.get_group(1))"
             )
         self.settings = f"copies inside {inside is not None}"
@@ -82,7 +81,7 @@ class HierarchicalAverage:
             return dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
 
         stages = [scatter_inside, reduce_across, gather_inside]
-        return Chain(stages, [flat, shard], bucket.device, self._side.on(bucket.device))
+        return Chain(stages, [flat, shard], bucket.device)
 
 
 def gradients(comm_hook: HierarchicalAverage | None) -> Tensor:

@@ -175,7 +175,9 @@ def memory(*, copies: bool) -> dict[str, float]:
     """GiB that torch had allocated at most, and those besides that other ranks copy from."""
     if not GPU:
         return {}
-    shared = memory_for(dist.group.WORLD, 0) if copies and dist.group.WORLD else ""
+    shared = (
+        memory_for(dist.group.WORLD, torch.device(DEVICE)) if copies and dist.group.WORLD else ""
+    )
     nbytes = 0 if isinstance(shared, str) else shared.nbytes
     return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "shared_gib": nbytes / 2**30}
 

@@ -32,7 +32,6 @@ from itertools import compress
 from typing import Any, Never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.peer import schedule
@@ -87,11 +86,6 @@ class PeerCopies:
         self._transfer: Transfer = self._singly
         self._plans: dict[tuple[object, ...], list[list[Layout]]] = {}
         self._slots: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self.memory.group
 
     def average(self, tensors: Sequence[Tensor]) -> Waitable:
         """Starts replacing every element by its mean over the ranks.

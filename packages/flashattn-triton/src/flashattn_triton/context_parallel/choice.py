@@ -46,8 +46,8 @@ def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) 
         width: D + E, of key and value together.
         itemsize: bytes of a number.
     """
-    ranks = range(order.world_size)
-    calls = max(sum(len(order.calls(rank, x, band)) for x in ranks) for rank in ranks)
+    # All ranks have about as many, and must make one choice.
+    calls = sum(len(order.calls(0, source, band)) for source in range(order.world_size))
     if calls <= _CALLS_A_PART * order.world_size:
         return Choice("ring", "keys travel under the calls for other keys")
     # A part in use, one on its way, and fp32 gradients of two parts, and of those that come back.

@@ -17,7 +17,7 @@ from flashattn_triton.context_parallel.agreement import lost_ranks_named
 # For each group, by name. A group that is made again under the name of another takes its place.
 _memories: dict[str, PeerMemory] = {}
 # Of recorded CUDA graphs, which hold addresses.
-_recorded: list[list[Tensor]] = []
+_recorded: list[object] = []
 _GROWTH = 1.25
 _NOT_BEFORE = "no such call was made before the CUDA graph"
 
@@ -30,14 +30,13 @@ class PeerMemory:
             ranks; None if nothing does.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self.device)
-        self.obstacle = _obstacle(group, self.device)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._stream = torch.cuda.Stream(device)
+        self.obstacle = _obstacle(group, device)
         self._mapped: list[Tensor] = []
         self._handle: Any = None  # keeps the mapping
-        self._token = torch.zeros(1, device=self.device)
+        self._token = torch.zeros(1, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +66,10 @@ class PeerMemory:
             dist.all_reduce(self._token, group=self.group)
 
     def grow(self, nbytes: int) -> None:
-        """To at least so many bytes, or sets ``obstacle`` on every rank if one cannot have them.
-
-        Nobody may be reading the memory.
-        """
+        """To at least so many bytes, or sets ``obstacle`` on every rank if one cannot have them."""
         nbytes = max(nbytes, int(_GROWTH * self.nbytes))
+        torch.cuda.synchronize(self.device)
+        self._all_have("")  # no rank is reading any more
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
@@ -107,7 +105,7 @@ class PeerMemory:
             self.obstacle = "; ".join(found)
 
 
-def memory_for(group: dist.ProcessGroup, nbytes: int) -> PeerMemory | str:
+def memory_for(group: dist.ProcessGroup, device: torch.device, nbytes: int = 0) -> PeerMemory | str:
     """So much memory on every rank, or why there is none, in words. Collective.
 
     While a CUDA graph is recorded there is what was made before.
@@ -117,7 +115,7 @@ def memory_for(group: dist.ProcessGroup, nbytes: int) -> PeerMemory | str:
     if found is None or found.group is not group:
         if is_recording:
             return _NOT_BEFORE
-        found = _memories[group.group_name] = PeerMemory(group)
+        found = _memories[group.group_name] = PeerMemory(group, device)
     if found.obstacle is None and found.nbytes < nbytes and not is_recording:
         found.grow(nbytes)
     if found.obstacle is not None:
@@ -125,7 +123,7 @@ def memory_for(group: dist.ProcessGroup, nbytes: int) -> PeerMemory | str:
     if found.nbytes < nbytes:
         return _NOT_BEFORE
     if is_recording:
-        _recorded.append(found._mapped)
+        _recorded.append((found._mapped, found._handle))
     return found
 
 

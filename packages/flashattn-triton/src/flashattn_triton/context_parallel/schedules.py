@@ -126,7 +126,7 @@ def _transfers(setting: Setting, key: Tensor, value: Tensor, slots: int) -> Tran
     """How keys and values travel, and gradients of up to ``slots`` steps at a time come back."""
     own, rows = (key.contiguous(), value.contiguous()), setting.order.longest
     if setting.communication != "messages" and key.is_cuda:
-        memory = memory_for(setting.group, Copies.nbytes(own, rows, slots))
+        memory = memory_for(setting.group, key.device, Copies.nbytes(own, rows, slots))
         if not isinstance(memory, str):
             return Copies(memory, setting.group, own, rows)
         if setting.communication == "peer-copy":

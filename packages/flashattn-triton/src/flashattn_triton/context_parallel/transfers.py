@@ -103,9 +103,8 @@ class Copies:
     """Copies out of the memory of other ranks, on a stream beside the current one.
 
     Every rank's memory has its keys and values, which no rank writes during a pass, and slots for
-    gradients that wait for their rank. A meeting of the ranks says that they can be read. Each pass
-    begins with one too (:func:`~.agreement.agree`), after which nobody reads what the pass before
-    has left.
+    gradients that wait for their rank. Ranks meet before they write what others may still be
+    reading, and before they read what others have written.
     """
 
     def __init__(
@@ -114,11 +113,12 @@ class Copies:
         self.own = own
         self._memory, self._group, self._rows = memory, group, rows
         self._rank, self._size = group.rank(), group.size()
-        self._met: dict[int, torch.cuda.Event] = {}
-        for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
-            target.copy_(x)
         with memory.beside():
+            memory.meet()  # no copy of the pass before is under way
+            for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
+                target.copy_(x)
             memory.meet()
+        self._met = {0: memory.mark()}  # by steps
 
     @staticmethod
     def nbytes(own: tuple[Tensor, Tensor], rows: int, slots: int) -> int:
@@ -134,9 +134,7 @@ class Copies:
 
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """See :class:`Transfers`."""
-        before = self._met.get(step - SLOTS + 1)  # when the slot's last gradients had been copied
-        if before is not None:
-            before.wait()
+        self._met[max(step - SLOTS + 1, 0)].wait()  # the slot's last gradients have been copied
         k, v = self._slot_of(self._rank, step, rows)
         return k.zero_(), v.zero_()
 
