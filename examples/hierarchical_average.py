@@ -45,10 +45,10 @@ class HierarchicalAverage:
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
         self._copies = inside
-        if inside is not None and inside.memory.group.group_name != self._inside.group_name:
+        if inside is not None and inside.group.group_name != self._inside.group_name:
             raise ValueError(
                 "inside must be made with the mesh's second group, mesh.get_group(1), but got "
-                f"copies of the group {inside.memory.group.group_name}. Build "
+                f"copies of the group {inside.group.group_name}. Build "
                 "PeerMemory(mesh.get_group(1))"
             )
         self.settings = f"copies inside {inside is not None}"

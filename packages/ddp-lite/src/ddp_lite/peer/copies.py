@@ -60,7 +60,7 @@ class PeerCopies:
         memory: what the ranks share.
 
     Attributes:
-        memory: as given.
+        memory, group: as given, and its ranks.
         fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
@@ -77,7 +77,7 @@ class PeerCopies:
                 f"memory must be what the ranks share, but got {type(memory).__name__}. Build "
                 "PeerMemory(group) first"
             )
-        self.memory = memory
+        self.memory, self.group = memory, memory.group
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda
