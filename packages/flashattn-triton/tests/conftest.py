@@ -53,6 +53,7 @@ from torch import Tensor
 
 import attention_inputs
 import background
+import interpreter
 from attention_cases import (
     CASES,
     STRIDED_LENGTHS,
@@ -69,6 +70,7 @@ from attention_cases import (
 )
 from attention_inputs import Inputs
 from attention_oracle import Attend, check_results, differentiate
+from flashattn_triton import triton_versions
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,6 +92,13 @@ def _scalar_code() -> Iterator[None]:
 
     with config.patch({"cpp.vec_isa_ok": False}):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    """Triton's; that of a version which is not known stays as it is."""
+    if triton_versions.refusal() is None:
+        interpreter.replace_once_a_launch()
 
 
 @pytest.fixture(scope="session")
