@@ -46,7 +46,7 @@ Ask for them by name; nothing is imported from here. What the fixtures return st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from torch import Tensor
@@ -83,15 +83,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     background.stop_all(session)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _scalar_code() -> Iterator[None]:
-    """Compiled for a CPU: torch else asks, in a process for each set of vector instructions."""
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": False}):
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
