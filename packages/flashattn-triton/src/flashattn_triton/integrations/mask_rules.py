@@ -106,11 +106,13 @@ def attention_mask(
     attention_mask: Tensor | MaskRule | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     packed: bool = False,
     max_documents: int | None = None,
     context_parallel: bool = False,
     **_: Any,
-) -> MaskRule:
+) -> MaskRule | Tensor:
     """The rule of a mask, as transformers asks for it.
 
     Args:
@@ -123,6 +125,9 @@ def attention_mask(
         attention_mask: (B, positions) bool, False for padding; or a rule, which is returned.
         use_vmap: whether the function takes single positions only, as those of users may.
         device: where the model computes.
+        allow_is_causal_skip: whether no tensor is asked for; models that change their mask before
+            they pass it on ask for the bool tensor (B, 1, N_q, N_k) by False for both.
+        allow_is_bidirectional_skip: see ``allow_is_causal_skip``.
         packed: as given to :func:`~flashattn_triton.integrations.transformers.register`.
         max_documents: see ``packed``.
         context_parallel: whether sequences are spread over ranks. Positions here are those of a
@@ -155,24 +160,26 @@ def attention_mask(
     padding = _padding(attention_mask, kv_offset, kv_length, end)
     lengths = (q_length, kv_length)
 
-    def evaluated() -> MaskRule:
-        visible = masking_utils.sdpa_mask(
+    def evaluated() -> Tensor:
+        visible: Tensor = masking_utils.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask,
             allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
         )  # fmt: skip
-        return MaskRule(mask=visible, lengths=lengths)
+        return visible
 
     if read is None:
+        return MaskRule(mask=evaluated(), lengths=lengths)
+    if read.documents is None and not (allow_is_causal_skip or allow_is_bidirectional_skip):
         return evaluated()
     band = read.band
     ids = read.sequences(batch_size, kv_offset, kv_length, device)
     square = q_length == kv_length and end == kv_length
     if ids is not None or (band[1] != 0 and band != (None, None)):
         if not square or (traced and ids is not None and padding is not None):
-            return evaluated()
+            return MaskRule(mask=evaluated(), lengths=lengths)
     elif band[1] == 0 and end != kv_length:
         if traced or end is None or q_length == 1 or not 0 < end < kv_length:
-            return evaluated()
+            return MaskRule(mask=evaluated(), lengths=lengths)
         filled = (torch.arange(kv_length, device=device) < end).expand(batch_size, -1)
         padding = filled if padding is None else padding & filled
     if traced:
@@ -185,7 +192,7 @@ def attention_mask(
     if band[0] is not None and padding is not None and not _in_one_piece(padding):
         # A window counts positions, which packing would change.
         if end != kv_length or ids is not None:
-            return evaluated()
+            return MaskRule(mask=evaluated(), lengths=lengths)
         return MaskRule(band=band, mask=in_place, lengths=lengths)
     if end != kv_length and band[1] == 0:
         in_place = None
