@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashattn_triton.documents import cu_seqlens_of, starts_on_device
+from flashattn_triton import cu_seqlens_of
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -141,10 +141,10 @@ def attention_mask(
     if isinstance(attention_mask, MaskRule):  # made by generate()
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    read = _read(function, masking_utils.__file__)
+    read = _read(function, masking_utils.__file__, (kv_offset, kv_length, device))
     if context_parallel:
         alone = attention_mask is None and q_length == kv_length
-        if not alone or read is None or read.chunk is not None:
+        if not alone or read is None or read.chunks:
             found = "chunks, or a rule that is no band" if alone else "a mask, or cached keys"
             raise ValueError(
                 f"attention_mask must be None, and a model's masks bands, over ranks, but got "
@@ -169,36 +169,40 @@ def attention_mask(
 
     if read is None:
         return MaskRule(mask=evaluated(), lengths=lengths)
-    if read.documents is None and not (allow_is_causal_skip or allow_is_bidirectional_skip):
+    if not (read.documents or allow_is_causal_skip or allow_is_bidirectional_skip):
         return evaluated()
-    band = read.band
-    ids = read.sequences(batch_size, kv_offset, kv_length, device)
-    square = q_length == kv_length and end == kv_length
-    if ids is not None or (band[1] != 0 and band != (None, None)):
-        if not square or (traced and ids is not None and padding is not None):
-            return MaskRule(mask=evaluated(), lengths=lengths)
-    elif band[1] == 0 and end != kv_length:
-        if traced or end is None or q_length == 1 or not 0 < end < kv_length:
+    band, ids = read.band, read.sequences(batch_size)
+    everywhere = band == (None, None) and ids is None
+    aligned = everywhere or (
+        end == kv_length and (q_length == kv_length or (band[1] == 0 and ids is None))
+    )
+    if not aligned:
+        prefill = q_length > 1 and band[1] == 0 and ids is None and not traced
+        if end is None or not prefill or not 0 < end < kv_length:
             return MaskRule(mask=evaluated(), lengths=lengths)
         filled = (torch.arange(kv_length, device=device) < end).expand(batch_size, -1)
         padding = filled if padding is None else padding & filled
-    if traced:
-        return _traced_rule(read, ids, padding, lengths, packed, max_documents)
-    if padding is not None and bool(padding.all()):
+    if padding is not None and not traced and bool(padding.all()):
         padding = None
-    if padding is None and ids is None:
-        return MaskRule(band=band, lengths=None if band == (None, None) else lengths)
-    in_place = None if padding is None or ids is not None else padding[:, None, None, :]
-    if band[0] is not None and padding is not None and not _in_one_piece(padding):
-        # A window counts positions, which packing would change.
-        if end != kv_length or ids is not None:
+    packing = several = mask = None
+    if padding is None and ids is not None:
+        if traced and read.documents and not packed:
+            several = torch.stack([(x != x[:, :1]).any() for x in read.documents]).any()
+            ids = _Reading(chunks=read.chunks).sequences(batch_size)
+        if ids is not None:
+            starts, longest = cu_seqlens_of(ids, read.limit(max_documents, ids) if traced else None)
+            packing = Packing(starts=(starts, starts), longest=(longest, longest))
+    elif padding is not None:
+        # A window counts positions, which packing would change where padding is within a sequence.
+        if not traced and (band[0] is None or _in_one_piece(padding)):
+            packing = _without_padding(ids, padding, q_length, None if everywhere else end)
+        if ids is None and aligned:
+            mask = padding[:, None, None, :]
+        elif packing is None:
             return MaskRule(mask=evaluated(), lengths=lengths)
-        return MaskRule(band=band, mask=in_place, lengths=lengths)
-    if end != kv_length and band[1] == 0:
-        in_place = None
-    queries = None if band == (None, None) and ids is None else end
-    packing = _packing(ids, padding, q_length, queries)
-    return MaskRule(band=band, packing=packing, mask=in_place, lengths=lengths)
+    if everywhere and padding is None:
+        return MaskRule()
+    return MaskRule(band=band, packing=packing, mask=mask, several=several, lengths=lengths)
 
 
 def _padding(mask: Tensor | None, kv_offset: int, kv_length: int, end: int | None) -> Tensor | None:
@@ -216,45 +220,14 @@ def _padding(mask: Tensor | None, kv_offset: int, kv_length: int, end: int | Non
     return mask[:, kv_offset : kv_offset + kv_length].bool()
 
 
-def _traced_rule(
-    read: _Reading,
-    ids: Tensor | None,
-    padding: Tensor | None,
-    lengths: tuple[int, int],
-    packed: bool,
-    max_documents: int | None,
-) -> MaskRule:
-    """The rule where no value of a tensor can be read."""
-    packing = several = None
-    documents, chunk = read.documents, read.chunk
-    if documents is not None and not packed:
-        several = (documents != documents[:, :1]).any()
-    if ids is not None and (packed or chunk is not None):
-        limit = max_documents
-        if chunk is not None:
-            limit = None if packed else len(ids) * (lengths[1] // chunk.size + 2)
-        starts = starts_on_device(ids, limit)
-        packing = Packing(starts=(starts, starts))
-    mask = None if padding is None else padding[:, None, None, :]
-    return MaskRule(band=read.band, packing=packing, mask=mask, several=several, lengths=lengths)
-
-
-def _packing(
-    ids: Tensor | None, padding: Tensor | None, n_queries: int, end: int | None
+def _without_padding(
+    ids: Tensor | None, padding: Tensor, n_queries: int, end: int | None
 ) -> Packing:
-    """Sequences that ``ids`` number, without padding, from host and device.
+    """The tokens that are no padding, in the sequences that ``ids`` (B, N_k) number, or in rows.
 
-    Args:
-        ids: (B, N_k), or None for one sequence in each row.
-        padding: (B, N_k) bool, False for padding, or None.
-        n_queries: N_q.
-        end: number of keys up to the last query's position. Where positions matter, queries that
-            are padding go, so that the others keep their distance to the keys; else None.
+    Where positions matter, queries that are padding go, so that the others keep their distance to
+    the keys: ``end`` is the number of keys up to the last query's position, else None.
     """
-    if padding is None:
-        assert ids is not None
-        starts, longest = cu_seqlens_of(ids)
-        return Packing(starts=(starts, starts), longest=(longest, longest))
     kept = padding.new_ones(len(padding), n_queries)
     if end is not None:
         kept = padding[:, end - n_queries : end]
@@ -264,9 +237,9 @@ def _packing(
         starts, longest = cu_seqlens_of((rows + ids).flatten()[tokens[1]])
         return Packing(starts=(starts, starts), longest=(longest, longest), tokens=tokens)
     counts = kept.sum(dim=1), padding.sum(dim=1)
-    first, second = (F.pad(n.cumsum(0), (1, 0)).int() for n in counts)
+    starts_q, starts_k = (F.pad(n.cumsum(0), (1, 0)).int() for n in counts)
     longest_q, longest_k = (int(n.max()) for n in counts)
-    return Packing(starts=(first, second), longest=(longest_q, longest_k), tokens=tokens)
+    return Packing(starts=(starts_q, starts_k), longest=(longest_q, longest_k), tokens=tokens)
 
 
 def _in_one_piece(padding: Tensor) -> bool:
@@ -276,58 +249,46 @@ def _in_one_piece(padding: Tensor) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Chunk:
-    """Chunks of ``size`` positions behind the padding on the left; None: counted in rows."""
-
-    size: int
-    left_padding: Tensor
-    positions: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class _Reading:
-    """What a function of positions says: a band, within documents and chunks."""
+    """A function of positions as a band, within documents and chunks of so many positions.
+
+    Both are (B, N_k) integers, one number for each document or chunk of a row.
+    """
 
     band: Band = (None, None)
-    documents: Tensor | None = None
-    chunk: _Chunk | None = None
+    documents: tuple[Tensor, ...] = ()
+    chunks: tuple[tuple[Tensor, int], ...] = ()
 
-    def joined(self, other: _Reading) -> _Reading | None:
-        """Both; None if both have documents or chunks."""
-        if (self.documents is not None and other.documents is not None) or (
-            self.chunk is not None and other.chunk is not None
-        ):
-            return None
-        left, right = (
-            a if b is None else b if a is None else min(a, b)
-            for a, b in zip(self.band, other.band, strict=True)
-        )
-        return _Reading(
-            band=(left, right),
-            documents=other.documents if self.documents is None else self.documents,
-            chunk=other.chunk if self.chunk is None else self.chunk,
-        )
-
-    def sequences(
-        self, batch_size: int, kv_offset: int, kv_length: int, device: torch.device | str
-    ) -> Tensor | None:
-        """(B, N_k) numbers of the documents or chunks of each row's tokens; None without any."""
-        labels = [] if self.documents is None else [self.documents]
-        chunk = self.chunk
-        if chunk is not None:
-            if chunk.positions is not None:
-                labels.append((chunk.positions - chunk.left_padding[:, None]) // chunk.size)
-            elif kv_offset + kv_length > chunk.size:
-                positions = torch.arange(kv_offset, kv_offset + kv_length, device=device)
-                labels.append((positions - chunk.left_padding[:, None]) // chunk.size)
+    def sequences(self, batch_size: int) -> Tensor | None:
+        """(B, N_k) numbers of what is within the same documents and chunks; None for all."""
+        labels = [*self.documents, *(numbers for numbers, _ in self.chunks)]
         if not labels:
             return None
         begins = torch.stack([x[:, 1:] != x[:, :-1] for x in labels]).any(0)
         return F.pad(begins, (1, 0)).cumsum(1).expand(batch_size, -1)
 
+    def limit(self, max_documents: int | None, ids: Tensor) -> int | None:
+        """How many sequences there are at most, in all rows; None for as many as tokens."""
+        if not self.chunks:
+            return max_documents
+        sizes = [size for _, size in self.chunks]
+        return None if self.documents else len(ids) * (ids.shape[1] // min(sizes) + 2)
 
-def _read(function: Any, file: str, positions: Tensor | None = None) -> _Reading | None:
-    """The function in parts; None if one of them is none of transformers' own in ``file``."""
+
+def _read(
+    function: Any,
+    file: str,
+    keys: tuple[int, int, torch.device | str],
+    positions: Tensor | None = None,
+) -> _Reading | None:
+    """A function in parts; None if one of them is none of transformers' own.
+
+    Args:
+        function: of positions.
+        file: where transformers defines its own.
+        keys: the first position, how many there are, and where.
+        positions: (B, N_k), in place of those in rows.
+    """
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != file:
         return None
@@ -342,20 +303,32 @@ def _read(function: Any, file: str, positions: Tensor | None = None) -> _Reading
             return _Reading(band=(given["sliding_window"] - 1, None))
         case "sliding_window_bidirectional_overlay.<locals>.inner_mask":
             return _Reading(band=(given["sliding_window"], given["sliding_window"]))
-        case "chunked_overlay.<locals>.inner_mask":
-            size, left_padding = given["chunk_size"], given["left_padding"]
-            chunk = _Chunk(size=size, left_padding=left_padding, positions=positions)
-            return _Reading(chunk=chunk)
         case "packed_sequence_mask_function.<locals>.inner_mask":
-            return _Reading(documents=given["packed_sequence_mask"])
+            return _Reading(documents=(given["packed_sequence_mask"],))
         case "remap_positions_for_packed_sequence.<locals>.inner_mask":
-            return _read(given["mask_function"], file, given["position_ids"])
+            return _read(given["mask_function"], file, keys, given["position_ids"])
+        case "chunked_overlay.<locals>.inner_mask":
+            size, (first, length, device) = given["chunk_size"], keys
+            if positions is None and first + length <= size:
+                return _Reading()
+            if positions is None:
+                positions = torch.arange(first, first + length, device=device)
+            numbers = (positions - given["left_padding"][:, None]) // size
+            return _Reading(chunks=((numbers, size),))
         case "and_masks.<locals>.and_mask":
-            total: _Reading | None = _Reading()
-            for part in given["mask_functions"]:
-                found = _read(part, file, positions)
-                if total is None or found is None:
+            parts = [_read(part, file, keys, positions) for part in given["mask_functions"]]
+            total = _Reading()
+            for part in parts:
+                if part is None:
                     return None
-                total = total.joined(found)
+                left, right = (
+                    a if b is None else b if a is None else min(a, b)
+                    for a, b in zip(total.band, part.band, strict=True)
+                )
+                total = _Reading(
+                    band=(left, right),
+                    documents=total.documents + part.documents,
+                    chunks=total.chunks + part.chunks,
+                )
             return total
     return None

@@ -310,7 +310,7 @@ def _attend_packed(
     assert isinstance(out, Tensor)
     if packing.tokens is not None:
         out = out.new_zeros(batch * n_queries, *out.shape[1:]).index_copy(0, tokens_q, out)
-    return out.unflatten(0, (batch, n_queries))
+    return out.view(batch, n_queries, *out.shape[1:])
 
 
 def _dropout_settings(module: nn.Module) -> str:
