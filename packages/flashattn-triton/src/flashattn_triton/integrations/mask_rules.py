@@ -117,18 +117,19 @@ def attention_mask(
 
     Args:
         batch_size: B.
-        q_length: N_q, the queries at positions ``q_offset`` and up.
+        q_length: N_q, the queries at positions ``q_offset``, a tensor for static caches, and up.
         kv_length: N_k, the keys at positions ``kv_offset`` and up.
-        q_offset: position of the first query; a tensor for static caches.
-        kv_offset: position of the first key.
+        q_offset: see ``q_length``.
+        kv_offset: see ``kv_length``.
         mask_function: (batch, head, query position, key position) to visible; None means causal.
         attention_mask: (B, positions) bool, False for padding; or a rule, which is returned.
         use_vmap: whether the function takes single positions only, as those of users may.
         device: where the model computes.
-        allow_is_causal_skip: whether no tensor is asked for; models that change their mask before
-            they pass it on ask for the bool tensor (B, 1, N_q, N_k) by False for both.
+        allow_is_causal_skip: False, like ``allow_is_bidirectional_skip``, from a model that changes
+            its mask before layers get it. The mask is then a bool tensor, (B, 1, N_q, N_k).
         allow_is_bidirectional_skip: see ``allow_is_causal_skip``.
-        packed: as given to :func:`~flashattn_triton.integrations.transformers.register`.
+        packed: and ``max_documents``, as given to
+            :func:`~flashattn_triton.integrations.transformers.register`.
         max_documents: see ``packed``.
         context_parallel: whether sequences are spread over ranks. Positions here are those of a
             rank's rows then, and ``cu_seq_lens_q`` says where sequences start.
@@ -190,7 +191,11 @@ def attention_mask(
             several = torch.stack([(x != x[:, :1]).any() for x in read.documents]).any()
             ids = _Reading(chunks=read.chunks).sequences(batch_size)
         if ids is not None:
-            starts, longest = cu_seqlens_of(ids, read.limit(max_documents, ids) if traced else None)
+            limit = max_documents if traced else None
+            if traced and read.chunks:  # in each row as many as whole ones and two more
+                sizes = [size for _, size in read.chunks]
+                limit = None if read.documents else batch_size * (kv_length // min(sizes) + 2)
+            starts, longest = cu_seqlens_of(ids, limit)
             packing = Packing(starts=(starts, starts), longest=(longest, longest))
     elif padding is not None:
         # A window counts positions, which packing would change where padding is within a sequence.
@@ -266,13 +271,6 @@ class _Reading:
             return None
         begins = torch.stack([x[:, 1:] != x[:, :-1] for x in labels]).any(0)
         return F.pad(begins, (1, 0)).cumsum(1).expand(batch_size, -1)
-
-    def limit(self, max_documents: int | None, ids: Tensor) -> int | None:
-        """How many sequences there are at most, in all rows; None for as many as tokens."""
-        if not self.chunks:
-            return max_documents
-        sizes = [size for _, size in self.chunks]
-        return None if self.documents else len(ids) * (ids.shape[1] // min(sizes) + 2)
 
 
 def _read(
