@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_triton import cu_seqlens_of, flash_attention
-from flashattn_triton.documents import starts_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.tensor([[5, 5, 5, 2, 2, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]])
@@ -129,13 +128,18 @@ def test_a_number_of_documents_instead_of_a_wait(implementation: Any) -> None:
     out = flash_attention(*tensors, document_ids=IDS.to(DEVICE), max_documents=9, **keywords)
     close(out, definition(tensors, IDS, causal=False))
     starts = torch.tensor([0, 3, 5, 11, 12, 21, 22, 22, 22, 22])
-    assert torch.equal(starts_on_device(IDS, 9), starts.int())
-    assert torch.equal(starts_on_device(IDS)[:10], starts.int())
-    assert len(starts_on_device(IDS)) == 23
+    found, longest = cu_seqlens_of(IDS, 9)
+    assert torch.equal(found, starts.int())
+    assert longest is None
+    compiled = torch.compile(cu_seqlens_of, backend="eager", fullgraph=True)
+    found, longest = compiled(IDS)
+    assert torch.equal(found[:10], starts.int())
+    assert len(found) == 23
+    assert longest is None
     with pytest.raises(RuntimeError, match="max_documents must be at least the number"):
-        starts_on_device(IDS, 5)
+        cu_seqlens_of(IDS, 5)
     with pytest.raises(RuntimeError, match="in several pieces"):
-        starts_on_device(torch.tensor([[0, 1, 0]]))
+        cu_seqlens_of(torch.tensor([[0, 1, 0]]), 3)
 
 
 BAD = [

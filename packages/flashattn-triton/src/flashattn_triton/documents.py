@@ -24,52 +24,42 @@ _SCATTERED = (
 _REMEDY = "Sort the tokens by document, or give every piece a number of its own."
 
 
-def cu_seqlens_of(document_ids: Tensor) -> tuple[Tensor, int]:
+def cu_seqlens_of(
+    document_ids: Tensor, max_documents: int | None = None
+) -> tuple[Tensor, int | None]:
     """Where each document starts if rows are packed one after another.
 
-    The host waits for the device: how many documents there are decides the result's shape.
+    The host waits for the device, because how many documents there are decides the result's shape.
+    In compiled code and with ``max_documents`` it does not, so that compilers, exporters and CUDA
+    graphs can take part: the starts are followed by those of empty documents, at a fixed size, and
+    mistakes are errors of the device.
 
     Args:
         document_ids: (..., N) integers. Tokens of one document are neighbours and have the same
             number; the same number in another row is another document.
+        max_documents: at least as many as there are, in all rows; in compiled code None means as
+            many as tokens.
 
     Returns:
         (documents + 1,) int32 starts, which end with the number of tokens, and the length of the
-        longest document: what ``flash_attention_varlen`` takes.
+        longest document, or None where the host does not wait: what ``flash_attention_varlen``
+        takes.
 
     Raises:
         ValueError: not integers, no tokens, or a document in several pieces.
         TypeError: not a tensor.
+        RuntimeError: where the host does not wait: a document in several pieces, or more than
+            ``max_documents``.
     """
     rows, begins, in_one_piece = _rows(document_ids)
-    scattered = (~in_one_piece).nonzero().flatten()
-    if len(scattered):
-        raise ValueError(f"{_SCATTERED} in row {int(scattered[0])}. {_REMEDY}")
-    starts = begins.flatten().nonzero().flatten()
-    ends = torch.cat([starts[1:], starts.new_tensor([rows.numel()])])
-    cu_seqlens = torch.cat([starts.new_zeros(1), ends]).int()
-    return cu_seqlens, int((ends - starts).max())
-
-
-def starts_on_device(document_ids: Tensor, max_documents: int | None = None) -> Tensor:
-    """The starts of :func:`cu_seqlens_of`, followed by those of empty documents, at a fixed size.
-
-    The host does not wait, so that compilers, exporters and CUDA graphs can take part; mistakes are
-    errors of the device.
-
-    Args:
-        document_ids: (..., N) integers, as of :func:`cu_seqlens_of`.
-        max_documents: as many as there are at most, in all rows; None means as many as tokens.
-
-    Returns:
-        (max_documents + 1,) int32.
-
-    Raises:
-        RuntimeError: a document in several pieces, or more than ``max_documents``.
-    """
-    rows, begins, in_one_piece = _rows(document_ids)
-    torch._assert_async(in_one_piece.all(), f"{_SCATTERED}. {_REMEDY}")
     n_tokens = rows.numel()
+    if max_documents is None and not torch.compiler.is_compiling():
+        scattered = (~in_one_piece).nonzero().flatten()
+        if len(scattered):
+            raise ValueError(f"{_SCATTERED} in row {int(scattered[0])}. {_REMEDY}")
+        starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=n_tokens)
+        return starts.int(), int(starts.diff().max())
+    torch._assert_async(in_one_piece.all(), f"{_SCATTERED}. {_REMEDY}")
     positions = torch.arange(n_tokens, device=rows.device)
     starts = torch.where(begins.flatten(), positions, n_tokens).sort().values
     if max_documents is not None:
@@ -79,7 +69,7 @@ def starts_on_device(document_ids: Tensor, max_documents: int | None = None) -> 
             f"{max_documents}, and there are more. Leave it out, or pass more.",
         )
         starts = starts[:max_documents]
-    return F.pad(starts, (0, 1), value=n_tokens).int()
+    return F.pad(starts, (0, 1), value=n_tokens).int(), None
 
 
 def _rows(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,11 +132,7 @@ def attend_to_documents(
             f"document_ids are given, but got {tuple(alibi_slopes.shape)}. All documents have the "
             f"same slopes."
         )
-    longest: int | None = None
-    if max_documents is not None or torch.compiler.is_compiling():
-        cu_seqlens = starts_on_device(document_ids, max_documents)
-    else:
-        cu_seqlens, longest = cu_seqlens_of(document_ids)
+    cu_seqlens, longest = cu_seqlens_of(document_ids, max_documents)
     q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
     out, lse = attend(
         q,
