@@ -106,6 +106,8 @@ def test_nothing_outside_the_page_is_asked_for(page: Path, tmp_path: Path) -> No
     assert requests(page, tmp_path / "seen.json") == {"https://example.invalid/picture.png"}
 
 
+#: What makes the browser prefer dark pages.
+DARK = ("--blink-settings=preferredColorScheme=0",)
 #: In a frame as wide as a phone or a desk: what is too wide or too small, by computed style.
 PROBE = """
 const small = [...document.querySelectorAll("body *")].filter((each) =>
@@ -208,10 +210,11 @@ def assert_fits(found: dict[str, Any], width: int) -> None:
     assert found["drawn"] * 8.3 >= 11
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits_its_window(page: Path, width: int) -> None:
-    """On a phone nothing but a table's own box is wider than the window."""
-    assert_fits(seen(page, width, PROBE), width)
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
+def test_the_page_fits_its_window(page: Path, width: int, dark: bool) -> None:
+    """On a phone nothing but a table's own box is wider than the window, whatever a name is."""
+    page.write_text(page.read_text().replace("<nav>", f"<ol><li>{'word' * 50}</li></ol><nav>"))
+    assert_fits(seen(page, width, PROBE, *DARK[:dark]), width)
     page.write_text(page.read_text().replace("<h1>", "<h1 style='width:1300px;font-size:9px'>"))
     found = seen(page, width, PROBE)
     assert found["wide"] > width
@@ -247,7 +250,7 @@ def timeline_page(bench: Bench, tmp_path: Path) -> Path:
 def test_a_timeline_is_searched_zoomed_and_read_out(
     timeline_page: Path, width: int, dark: bool
 ) -> None:
-    scheme = ["--blink-settings=preferredColorScheme=0"] * dark
+    scheme = DARK[:dark]
     found = seen(timeline_page, width, PROBE + TIMELINE, *scheme)
     assert_fits(found, width)
     assert found["paper"] == ("rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)")
@@ -286,7 +289,7 @@ def test_a_comparison_fits_its_window(
                 writer.append([row | {"samples_ms": times, "variant": name}])
             writer.append([row | {"case_key": run, "label": "alone"}])
     assert bench("compare", "a", "b", "--page", "compare.html").returncode == 0
-    scheme = ["--blink-settings=preferredColorScheme=0"] * dark
+    scheme = DARK[:dark]
     drawn = "await new Promise((done) => setTimeout(done, 20));"
     drawn += "const data = document.querySelector('canvas').dataset; found.to = data.to;"
     found = seen(tmp_path / "compare.html", width, PROBE + drawn, *scheme)
