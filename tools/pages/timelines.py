@@ -92,11 +92,10 @@ def renewed(row: Row) -> Row:
 
 def _without_names(line: Row) -> Row:
     lanes = []
-    for position, (name, key) in enumerate(
-        (("computation", "compute_us"), ("communication", "communication_us"))
-    ):
+    held = (("compute", line["compute_us"]), ("transfer", line["communication_us"]))
+    for position, (name, spans) in enumerate(held):
         before, flat = 0, list[int]()
-        for start, end in ((int(1e3 * s), int(1e3 * e)) for s, e in line[key]):
+        for start, end in ((int(1e3 * s), int(1e3 * e)) for s, e in spans):
             flat += (start - before, end - start, position)
             before = end
         lanes.append({"name": name, "spans": flat})

@@ -338,6 +338,15 @@ def whole(line):
     return {"drawn": 0, "ranks": [{**line, "offset_ns": 0}]}
 
 
+def test_a_phase_that_torch_and_nvtx_both_record_is_one(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    trace.ranges.append(Event("phase:forward", 1_000, 99_000, (1, MAIN), 98_000))
+    assert timeline(trace, (0, 300_000))["phases"] == [
+        ["forward", 0, 100_000],
+        ["backward", 100_000, 300_000],
+    ]
+
+
 def test_phases_of_a_step_without_marks_are_those_of_the_launches(tmp_path):
     """Backward's kernels by autograd's nodes, the optimizer's by torch's own range."""
     node = "autograd::engine::evaluate_function: MmBackward0"

@@ -301,8 +301,7 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                     f"train_step_overlap_{index}",
                     f"Timeline: {cell['label'].iloc[0]}",
                     timelines(lines),
-                    f"One profiled step of each variant; {cell['spans'].iloc[0]}. Its file shows "
-                    "the rank that waited least for others.",
+                    f"One profiled step of each variant; {cell['spans'].iloc[0]}.",
                 )
             )
     broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]

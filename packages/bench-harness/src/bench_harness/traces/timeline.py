@@ -103,13 +103,13 @@ def _phases(trace: Trace, window: Interval) -> list[list[str | int]]:
     outside both, before a backward, is forward. Kernels of a replayed CUDA graph have no phase.
     """
     begin, finish = window
-    own = [
-        (r.name.removeprefix(PHASE), r.start_ns, r.end_ns)
-        for r in trace.ranges
-        if r.name.startswith(PHASE) and begin <= r.start_ns and r.end_ns <= finish
-    ]
-    own = [each for each in own if each[1:] != window]
-    runs = sorted(own, key=lambda each: each[1]) or _launched(trace, window)
+    runs: list[tuple[str, int, int]] = []
+    for each in sorted(trace.ranges, key=lambda each: (each.start_ns, -each.end_ns)):
+        inside = begin <= each.start_ns and each.end_ns <= finish and each.interval != window
+        again = runs and each.end_ns <= runs[-1][2]  # as both a range of torch and of NVTX
+        if each.name.startswith(PHASE) and inside and not again:
+            runs.append((each.name.removeprefix(PHASE), each.start_ns, each.end_ns))
+    runs = runs or _launched(trace, window)
     return [[name, start - begin, end - begin] for name, start, end in runs]
 
 
