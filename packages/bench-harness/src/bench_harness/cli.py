@@ -39,7 +39,7 @@ _REMOVED = {
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
-    "--picture": "trace --page FILE.html draws every kernel, to search and to zoom.",
+    "--picture": "Use trace --page FILE.html, which draws every kernel, to search and to zoom.",
     "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
     "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
