@@ -95,7 +95,7 @@ class Rows:
     def write(self, kind: str, **row: Any) -> None:
         """Appends a row, and prints it."""
         if dist.get_rank() == 0:
-            shape = ("way", "tokens", "kv_heads", "window")
+            shape = ("way", "tokens", "kv_heads", "window", "attention")
             label = ", ".join([kind, *(f"{x} {row[x]}" for x in shape if row.get(x) is not None)])
             about = {"experiment": "context-parallel", "case_key": label, "label": label}
             found = {k: round(x, 4) if isinstance(x, float) else x for k, x in row.items()}
@@ -269,19 +269,20 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
                 model.finish_gradient_synchronization()
                 optimizer.step()
 
-            shape = {"way": way, "tokens": tokens, "parameters": config.num_parameters}
+            attention = "kept" if kept else "recomputed"
+            shape = {"way": way, "tokens": tokens, "attention": attention}
+            shape["parameters"] = config.num_parameters
             try:
                 found = seconds(step, arguments.repeats)
             except torch.OutOfMemoryError as error:
-                rows.write(kind="step", **shape, attention_kept=kept, error=str(error))
+                rows.write(kind="step", **shape, error=str(error))
                 raise  # what stage 3 holds cannot be given back
             all_pairs = 3 * model_flops(config, batch=1, seq=tokens)
             visible = all_pairs - 6 * config.num_layers * tokens**2 * config.d_model
             per_rank = found * dist.get_world_size() * 1e12 * PEAK_TFLOPS
             rows.write(
-                kind="step", **shape, attention_kept=kept, step_s=found,
-                tokens_per_second=tokens / found, mfu=visible / per_rank,
-                mfu_all_pairs=all_pairs / per_rank,
+                kind="step", **shape, step_s=found, tokens_per_second=tokens / found,
+                mfu=100 * visible / per_rank, mfu_all_pairs=100 * all_pairs / per_rank,
                 **memory(copies=way == "ring"),
             )  # fmt: skip
             del module, model, optimizer, step
