@@ -29,12 +29,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from flashattn_triton import flash_attention
 from flashattn_triton.context_parallel import (
@@ -75,6 +77,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--layers", type=int, default=34, help="of the model of --step")
     parser.add_argument("--recompute-attention", action="store_true", help="with --step")
+    parser.add_argument("--offload", action="store_true", help="blocks' inputs to the host")
     return parser.parse_args()
 
 
@@ -265,11 +268,14 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
                 positions: Tensor = positions,
             ) -> None:  # fmt: skip
                 optimizer.zero_grad()
-                model(*given, positions=positions).backward()
+                with save_on_cpu(pin_memory=GPU) if arguments.offload else nullcontext():
+                    loss = model(*given, positions=positions)
+                loss.backward()
                 model.finish_gradient_synchronization()
                 optimizer.step()
 
             attention = "kept" if kept else "recomputed"
+            attention += ", inputs on the host" if arguments.offload else ""
             shape = {"way": way, "tokens": tokens, "attention": attention}
             shape["parameters"] = config.num_parameters
             try:
