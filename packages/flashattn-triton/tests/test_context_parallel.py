@@ -361,6 +361,9 @@ def use(rank: int, world_size: int, what: str) -> None:
             context_parallel_attention(x, x, x, mesh)
         words = explain(x, x, x, causal=True)
         assert words.startswith("ring: keys travel under the calls for other keys; 2 calls forward")
+        assert words.endswith(", and as many backward; by messages, which are for all devices")
+        asked = explain(x, x, x, causal=True, communication="messages")
+        assert asked.endswith("; by messages, as asked")
         assert explain(x, x, x, mesh["shard"]).startswith("no other rank")
 
 

@@ -29,12 +29,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from flashattn_triton import flash_attention
 from flashattn_triton.context_parallel import (
@@ -75,6 +77,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--layers", type=int, default=34, help="of the model of --step")
     parser.add_argument("--recompute-attention", action="store_true", help="with --step")
+    parser.add_argument("--offload", action="store_true", help="blocks' inputs to the host")
     return parser.parse_args()
 
 
@@ -95,7 +98,7 @@ class Rows:
     def write(self, kind: str, **row: Any) -> None:
         """Appends a row, and prints it."""
         if dist.get_rank() == 0:
-            shape = ("way", "tokens", "kv_heads", "window")
+            shape = ("way", "tokens", "kv_heads", "window", "attention")
             label = ", ".join([kind, *(f"{x} {row[x]}" for x in shape if row.get(x) is not None)])
             about = {"experiment": "context-parallel", "case_key": label, "label": label}
             found = {k: round(x, 4) if isinstance(x, float) else x for k, x in row.items()}
@@ -265,23 +268,27 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
                 positions: Tensor = positions,
             ) -> None:  # fmt: skip
                 optimizer.zero_grad()
-                model(*given, positions=positions).backward()
+                with save_on_cpu(pin_memory=GPU) if arguments.offload else nullcontext():
+                    loss = model(*given, positions=positions)
+                loss.backward()
                 model.finish_gradient_synchronization()
                 optimizer.step()
 
-            shape = {"way": way, "tokens": tokens, "parameters": config.num_parameters}
+            attention = "kept" if kept else "recomputed"
+            attention += ", inputs on the host" if arguments.offload else ""
+            shape = {"way": way, "tokens": tokens, "attention": attention}
+            shape["parameters"] = config.num_parameters
             try:
                 found = seconds(step, arguments.repeats)
             except torch.OutOfMemoryError as error:
-                rows.write(kind="step", **shape, attention_kept=kept, error=str(error))
+                rows.write(kind="step", **shape, error=str(error))
                 raise  # what stage 3 holds cannot be given back
             all_pairs = 3 * model_flops(config, batch=1, seq=tokens)
             visible = all_pairs - 6 * config.num_layers * tokens**2 * config.d_model
             per_rank = found * dist.get_world_size() * 1e12 * PEAK_TFLOPS
             rows.write(
-                kind="step", **shape, attention_kept=kept, step_s=found,
-                tokens_per_second=tokens / found, mfu=visible / per_rank,
-                mfu_all_pairs=all_pairs / per_rank,
+                kind="step", **shape, step_s=found, tokens_per_second=tokens / found,
+                mfu=100 * visible / per_rank, mfu_all_pairs=100 * all_pairs / per_rank,
                 **memory(copies=way == "ring"),
             )  # fmt: skip
             del module, model, optimizer, step

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.choice import Way, choose, heads_of_piece
 from flashattn_triton.context_parallel.operator import context_forward, order_of_rank
+from flashattn_triton.context_parallel.peer_memory import in_words
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
 from flashattn_triton.inputs import check_dense
 from flashattn_triton.mask_and_bias import check_sinks
@@ -153,9 +154,12 @@ def explain(
     choice = choose(order, band, heads, width, k.element_size())
     if choice.way == "ring":
         calls = sum(len(order.calls(ranks.rank(), x, band)) for x in range(ranks.size()))
+        asked = keywords.get("communication", "auto")
+        how = in_words(ranks, k.device) if asked == "auto" else f"by {asked}, as asked"
     else:
         calls = -(-heads // heads_of_piece(heads)) * len(order.calls(ranks.rank(), None, band))
-    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward"
+        how = "by collectives"
+    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward; {how}"
 
 
 def _attention(

@@ -127,6 +127,16 @@ def memory_for(group: dist.ProcessGroup, device: torch.device, nbytes: int = 0) 
     return found
 
 
+def in_words(group: dist.ProcessGroup, device: torch.device) -> str:
+    """How a ring communicates that may choose. Communicates nothing."""
+    found = _memories.get(group.group_name)
+    if device.type != "cuda":
+        return "by messages, which are for all devices"
+    if found is None or found.group is not group:
+        return "by copies between GPUs, if the first call finds that possible"
+    return f"by messages: {found.obstacle}" if found.obstacle else "by copies between GPUs"
+
+
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """What keeps the ranks from reading each other's memory, in words. Collective."""
     indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
