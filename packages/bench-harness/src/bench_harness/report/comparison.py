@@ -8,12 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bench_harness.compare import Comparison, Comparisons, cells_of, percent
-from bench_harness.core import Bar, Bars
+from bench_harness.core import Bar, Bars, Row
 from bench_harness.display.timelines import timelines
 from bench_harness.report.write import rendered
-
-#: Ends of the axis of changes, in per cent on both sides; the least that holds every median.
-_ENDS = (5, 10, 20, 30, 50, 100, 200, 500, 1000)
 
 
 def page(found: Comparisons, failures: Sequence[str] | None) -> str:
@@ -24,13 +21,13 @@ def page(found: Comparisons, failures: Sequence[str] | None) -> str:
     """
     lead = max(found.rows, key=_importance)
     largest = max(abs(100 * (each.verdict.ratio - 1)) for each in found.rows)
-    lines, problem = found.timelines, ""
-    try:
-        timelines(lines)
-    except ValueError as error:
-        lines, problem = {}, str(error)
-    names = [_name(lead), lead.variant]  # the lead's timelines stand first
-    lines = dict(sorted(lines.items(), key=lambda line: line[0][3:] not in names))
+    first = [_name(lead), lead.variant]
+    lines, problem = dict[str, Row](), ""
+    for name in sorted(found.timelines, key=lambda name: name[3:] not in first):
+        try:
+            lines |= timelines({name: found.timelines[name]})
+        except ValueError as error:
+            problem = str(error)
     return rendered(
         "compare.html.jinja",
         found=found,
@@ -38,7 +35,7 @@ def page(found: Comparisons, failures: Sequence[str] | None) -> str:
         lead=lead,
         counts=Counter(str(each.verdict) for each in found.rows),
         moved=max(lead.parts, key=lambda part: abs(operator.sub(*lead.parts[part])), default=None),
-        end=next((end for end in _ENDS if largest <= end), 10 * _ENDS[-1]),
+        end=max(5, math.ceil(min(largest, 1e6))),  # per cent on both sides of the axis of changes
         bars={_name(each): _bars(each) for each in [lead, *found.rows] if each.parts},
         lines=lines,
         problem=problem,
