@@ -290,11 +290,19 @@ def test_a_comparison_fits_its_window(
             writer.append([row | {"case_key": run, "label": "alone"}])
     assert bench("compare", "a", "b", "--page", "compare.html").returncode == 0
     scheme = DARK[:dark]
-    drawn = "await new Promise((done) => setTimeout(done, 20));"
-    drawn += "const data = document.querySelector('canvas').dataset; found.to = data.to;"
+    drawn = """
+    const canvas = document.querySelector("canvas"), rest = () => new Promise((done) =>
+      setTimeout(done, 20));
+    await rest();
+    Object.assign(found, { to: canvas.dataset.to, few: canvas.clientHeight });
+    document.querySelector(".timeline [type=checkbox]").click();
+    await rest();
+    found.many = canvas.clientHeight;
+    """
     found = seen(tmp_path / "compare.html", width, PROBE + drawn, *scheme)
     assert_fits(found, width)
     assert found["to"] == "9000"
+    assert found["many"] - found["few"] == 2 * 2 * (22 + 18 + 18), "all three ranks of both runs"
 
 
 @pytest.mark.nightly

@@ -348,6 +348,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
     canvas.addEventListener("pointerdown", (event) => {
       held = event.offsetX;
       canvas.setPointerCapture(event.pointerId);
+      hover(event);  // a finger only touches
     });
     canvas.addEventListener("pointermove", (event) => {
       if (held === null) return hover(event);
