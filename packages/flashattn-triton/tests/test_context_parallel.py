@@ -236,8 +236,8 @@ class SharedFiles:
     def wait(self) -> None:
         """Nothing is under way on a CPU."""
 
-    def meet(self) -> None:
-        dist.barrier()
+    def meet(self, group: dist.ProcessGroup) -> None:
+        dist.barrier(group)
 
 
 def carry(rank: int, world_size: int, folder: str) -> None:

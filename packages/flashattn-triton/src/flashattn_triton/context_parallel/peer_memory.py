@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from flashattn_triton.context_parallel.agreement import lost_ranks_named
 
-# For each group, by name. A group that is made again under the name of another takes its place.
-_memories: dict[str, PeerMemory] = {}
+# They go with their groups.
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory] = weakref.WeakKeyDictionary()
 # Of recorded CUDA graphs, which hold addresses.
 _recorded: list[object] = []
 _GROWTH = 1.25
@@ -31,7 +32,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.device = device
         self._stream = torch.cuda.Stream(device)
         self.obstacle = _obstacle(group, device)
         self._mapped: list[Tensor] = []
@@ -60,16 +61,16 @@ class PeerMemory:
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
-    def meet(self) -> None:
+    def meet(self, group: dist.ProcessGroup) -> None:
         """The current stream waits until those of all ranks have come here."""
-        with lost_ranks_named(self.group, "the meeting of ranks before copies"):
-            dist.all_reduce(self._token, group=self.group)
+        with lost_ranks_named(group, "the meeting of ranks before copies"):
+            dist.all_reduce(self._token, group=group)
 
-    def grow(self, nbytes: int) -> None:
+    def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
         """To at least so many bytes, or sets ``obstacle`` on every rank if one cannot have them."""
         nbytes = max(nbytes, int(_GROWTH * self.nbytes))
         torch.cuda.synchronize(self.device)
-        self._all_have("")  # no rank is reading any more
+        self._all_have(group, "")  # no rank is reading any more
         from torch._C._distributed_c10d import _SymmetricMemory
         from torch.distributed import _symmetric_memory
 
@@ -82,24 +83,22 @@ class PeerMemory:
             memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
         except RuntimeError as error:
             problem = str(error).partition("\n")[0]
-        self._all_have(problem)
+        self._all_have(group, problem)
         if self.obstacle is not None or memory is None:
             return
         try:
-            self._handle = handle = _symmetric_memory.rendezvous(memory, self.group)
+            self._handle = handle = _symmetric_memory.rendezvous(memory, group)
             self._mapped = [
-                memory
-                if rank == self.group.rank()
-                else handle.get_buffer(rank, (nbytes,), torch.uint8)
-                for rank in range(self.group.size())
+                memory if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8)
+                for rank in range(group.size())
             ]
         except RuntimeError as error:  # a container may forbid what processes share memory by
             problem = str(error).partition("\n")[0]
-        self._all_have(problem)
+        self._all_have(group, problem)
 
-    def _all_have(self, problem: str) -> None:
-        problems: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(problems, problem, group=self.group)
+    def _all_have(self, group: dist.ProcessGroup, problem: str) -> None:
+        problems: list[Any] = [None] * group.size()
+        dist.all_gather_object(problems, problem, group=group)
         found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
         if found:
             self.obstacle = "; ".join(found)
@@ -110,14 +109,14 @@ def memory_for(group: dist.ProcessGroup, device: torch.device, nbytes: int = 0) 
 
     While a CUDA graph is recorded there is what was made before.
     """
-    found = _memories.get(group.group_name)
+    found = _memories.get(group)
     is_recording = torch.cuda.is_current_stream_capturing()
-    if found is None or found.group is not group:
+    if found is None:
         if is_recording:
             return _NOT_BEFORE
-        found = _memories[group.group_name] = PeerMemory(group, device)
+        found = _memories[group] = PeerMemory(group, device)
     if found.obstacle is None and found.nbytes < nbytes and not is_recording:
-        found.grow(nbytes)
+        found.grow(group, nbytes)
     if found.obstacle is not None:
         return found.obstacle
     if found.nbytes < nbytes:
@@ -129,10 +128,10 @@ def memory_for(group: dist.ProcessGroup, device: torch.device, nbytes: int = 0) 
 
 def in_words(group: dist.ProcessGroup, device: torch.device) -> str:
     """How a ring communicates that may choose. Communicates nothing."""
-    found = _memories.get(group.group_name)
+    found = _memories.get(group)
     if device.type != "cuda":
         return "by messages, which are for all devices"
-    if found is None or found.group is not group:
+    if found is None:
         return "by copies between GPUs, if the first call finds that possible"
     return f"by messages: {found.obstacle}" if found.obstacle else "by copies between GPUs"
 

@@ -114,10 +114,10 @@ class Copies:
         self._memory, self._group, self._rows = memory, group, rows
         self._rank, self._size = group.rank(), group.size()
         with memory.beside():
-            memory.meet()  # no copy of the pass before is under way
+            memory.meet(group)  # no copy of the pass before is under way
             for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
                 target.copy_(x)
-            memory.meet()
+            memory.meet(group)
         self._met = {0: memory.mark()}  # by steps
 
     @staticmethod
@@ -143,7 +143,7 @@ class Copies:
     ) -> UnderWay[Sequence[Tensor]]:
         """See :class:`Transfers`."""
         with self._memory.beside():
-            self._memory.meet()
+            self._memory.meet(self._group)
         self._met[step] = self._memory.mark()
         rows = len(self.own[0]) if is_read else 0
         reader = (self._rank + step) % self._size
