@@ -142,7 +142,7 @@ def attention_mask(
     if isinstance(attention_mask, MaskRule):  # made by generate()
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    read = _read(function, masking_utils.__file__, (kv_offset, kv_length, device))
+    read = _read(function, masking_utils.__file__, not use_vmap, (kv_offset, kv_length, device))
     if context_parallel:
         alone = attention_mask is None and q_length == kv_length
         if not alone or read is None or read.chunks:
@@ -199,8 +199,8 @@ def attention_mask(
             packing = Packing(starts=(starts, starts), longest=(longest, longest))
     elif padding is not None:
         # A window counts positions, which packing would change where padding is within a sequence.
-        if not traced and (band[0] is None or _in_one_piece(padding)):
-            packing = _without_padding(ids, padding, q_length, None if everywhere else end)
+        if ids is None and not traced and (band[0] is None or _in_one_piece(padding)):
+            packing = _without_padding(padding, q_length, None if everywhere else end)
         if ids is None and aligned:
             mask = padding[:, None, None, :]
         elif packing is None:
@@ -225,10 +225,8 @@ def _padding(mask: Tensor | None, kv_offset: int, kv_length: int, end: int | Non
     return mask[:, kv_offset : kv_offset + kv_length].bool()
 
 
-def _without_padding(
-    ids: Tensor | None, padding: Tensor, n_queries: int, end: int | None
-) -> Packing:
-    """The tokens that are no padding, in the sequences that ``ids`` (B, N_k) number, or in rows.
+def _without_padding(padding: Tensor, n_queries: int, end: int | None) -> Packing:
+    """The tokens of each row that are no padding.
 
     Where positions matter, queries that are padding go, so that the others keep their distance to
     the keys: ``end`` is the number of keys up to the last query's position, else None.
@@ -237,10 +235,6 @@ def _without_padding(
     if end is not None:
         kept = padding[:, end - n_queries : end]
     tokens = (kept.flatten().nonzero().squeeze(1), padding.flatten().nonzero().squeeze(1))
-    if ids is not None:
-        rows = torch.arange(len(ids), device=ids.device)[:, None] * (ids.shape[1] + 1)
-        starts, longest = cu_seqlens_of((rows + ids).flatten()[tokens[1]])
-        return Packing(starts=(starts, starts), longest=(longest, longest), tokens=tokens)
     counts = kept.sum(dim=1), padding.sum(dim=1)
     starts_q, starts_k = (F.pad(n.cumsum(0), (1, 0)).int() for n in counts)
     longest_q, longest_k = (int(n.max()) for n in counts)
@@ -276,6 +270,7 @@ class _Reading:
 def _read(
     function: Any,
     file: str,
+    own: bool,
     keys: tuple[int, int, torch.device | str],
     positions: Tensor | None = None,
 ) -> _Reading | None:
@@ -284,6 +279,7 @@ def _read(
     Args:
         function: of positions.
         file: where transformers defines its own.
+        own: whether documents are those that transformers finds, which are in one piece.
         keys: the first position, how many there are, and where.
         positions: (B, N_k), in place of those in rows.
     """
@@ -301,10 +297,10 @@ def _read(
             return _Reading(band=(given["sliding_window"] - 1, None))
         case "sliding_window_bidirectional_overlay.<locals>.inner_mask":
             return _Reading(band=(given["sliding_window"], given["sliding_window"]))
-        case "packed_sequence_mask_function.<locals>.inner_mask":
+        case "packed_sequence_mask_function.<locals>.inner_mask" if own:
             return _Reading(documents=(given["packed_sequence_mask"],))
-        case "remap_positions_for_packed_sequence.<locals>.inner_mask":
-            return _read(given["mask_function"], file, keys, given["position_ids"])
+        case "remap_positions_for_packed_sequence.<locals>.inner_mask" if own:
+            return _read(given["mask_function"], file, own, keys, given["position_ids"])
         case "chunked_overlay.<locals>.inner_mask":
             size, (first, length, device) = given["chunk_size"], keys
             if positions is None and first + length <= size:
@@ -314,7 +310,7 @@ def _read(
             numbers = (positions - given["left_padding"][:, None]) // size
             return _Reading(chunks=((numbers, size),))
         case "and_masks.<locals>.and_mask":
-            parts = [_read(part, file, keys, positions) for part in given["mask_functions"]]
+            parts = [_read(part, file, own, keys, positions) for part in given["mask_functions"]]
             total = _Reading()
             for part in parts:
                 if part is None:
