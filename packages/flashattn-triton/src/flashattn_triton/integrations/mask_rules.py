@@ -115,24 +115,14 @@ def attention_mask(
 ) -> MaskRule | Tensor:
     """The rule of a mask, as transformers asks for it.
 
-    Args:
-        batch_size: B.
-        q_length: N_q, the queries at positions ``q_offset``, a tensor for static caches, and up.
-        kv_length: N_k, the keys at positions ``kv_offset`` and up.
-        q_offset: see ``q_length``.
-        kv_offset: see ``kv_length``.
-        mask_function: (batch, head, query position, key position) to visible; None means causal.
-        attention_mask: (B, positions) bool, False for padding; or a rule, which is returned.
-        use_vmap: whether the function takes single positions only, as those of users may.
-        device: where the model computes.
-        allow_is_causal_skip: False, like ``allow_is_bidirectional_skip``, from a model that changes
-            its mask before layers get it. The mask is then a bool tensor, (B, 1, N_q, N_k).
-        allow_is_bidirectional_skip: see ``allow_is_causal_skip``.
-        packed: and ``max_documents``, as given to
-            :func:`~flashattn_triton.integrations.transformers.register`.
-        max_documents: see ``packed``.
-        context_parallel: whether sequences are spread over ranks. Positions here are those of a
-            rank's rows then, and ``cu_seq_lens_q`` says where sequences start.
+    Args are those of transformers' ``masking_utils.sdpa_mask``: ``q_length`` queries at positions
+    ``q_offset`` (a tensor for static caches) and up, and ``kv_length`` keys; ``mask_function`` of
+    batch, head, query position and key position; ``attention_mask`` (B, positions) bool, False for
+    padding, or a rule, which is returned. With ``use_vmap`` parts of the function are a user's. A
+    model that changes its mask before layers get it allows neither skip: the mask is then a bool
+    tensor (B, 1, N_q, N_k). ``packed`` and ``max_documents`` are as given to
+    :func:`~flashattn_triton.integrations.transformers.register`; with ``context_parallel``
+    positions are those of a rank's rows, and ``cu_seq_lens_q`` says where sequences start.
 
     Raises:
         ValueError: a mask that cannot be computed over ranks.
@@ -274,14 +264,10 @@ def _read(
     keys: tuple[int, int, torch.device | str],
     positions: Tensor | None = None,
 ) -> _Reading | None:
-    """A function in parts; None if one of them is none of transformers' own.
+    """A function in parts; None if one of them is none of transformers' own, defined in ``file``.
 
-    Args:
-        function: of positions.
-        file: where transformers defines its own.
-        own: whether documents are those that transformers finds, which are in one piece.
-        keys: the first position, how many there are, and where.
-        positions: (B, N_k), in place of those in rows.
+    ``own``: its documents are those that transformers finds, which are in one piece. ``keys``: the
+    first position, how many there are, and where; ``positions`` (B, N_k) take their place.
     """
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != file:
