@@ -136,11 +136,10 @@ def attention_mask(
     if context_parallel:
         alone = attention_mask is None and q_length == kv_length
         if not alone or read is None or read.chunks:
-            found = "chunks, or a rule that is no band" if alone else "a mask, or cached keys"
+            found = "chunks, or a rule that is no band" if alone else "a mask or cached keys"
             raise ValueError(
-                f"attention_mask must be None, and a model's masks bands, over ranks, but got "
-                f"{found}. Pack sequences instead of padding them, and decode without "
-                f"context_parallel."
+                f"attention_mask must be None, and caches empty, over ranks, but got {found}. Pack "
+                f"sequences instead of padding them, and decode without context_parallel."
             )
         return MaskRule(band=read.band)
     traced = torch.compiler.is_compiling()
