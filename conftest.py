@@ -15,14 +15,20 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes of the tests import the same modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import torch
 
 from selection import starts_processes
 
-# Triton reads this when a kernel is decorated, so it must be set before any of ours is imported.
 if not torch.cuda.is_available():
+    # Triton reads this when a kernel is decorated: before any of ours is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    # A process that compiles for a CPU would start others for Triton's kernels, which import torch,
+    # and would ask a compiler what vector instructions there are.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 with contextlib.suppress(ImportError):  # a machine with GPUs may lack it

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ddp_lite import Bucket, BucketedDDP
 from ddp_lite.peer import PeerCopies
 from ddp_lite.reduce import Waitable
-from ddp_lite.wire import Chain, SideStream
+from ddp_lite.wire import Chain
 
 
 class HierarchicalAverage:
@@ -44,7 +44,6 @@ class HierarchicalAverage:
             )
         self._across, self._inside = mesh.get_group(0), mesh.get_group(1)
         self._size = mesh.size()
-        self._side = SideStream()
         self._copies = inside
         if inside is not None and inside.group.group_name != self._inside.group_name:
             raise ValueError(
@@ -82,7 +81,7 @@ class HierarchicalAverage:
             return dist.all_gather_into_tensor(flat, shard, group=self._inside, async_op=True)
 
         stages = [scatter_inside, reduce_across, gather_inside]
-        return Chain(stages, [flat, shard], bucket.device, self._side.on(bucket.device))
+        return Chain(stages, [flat, shard], bucket.device)
 
 
 def gradients(comm_hook: HierarchicalAverage | None) -> Tensor:

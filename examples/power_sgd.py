@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_lite import Bucket, BucketedDDP
 from ddp_lite.reduce import Waitable
-from ddp_lite.wire import Chain, SideStream
+from ddp_lite.wire import Chain
 
 
 class PowerSGD:
@@ -47,7 +47,6 @@ class PowerSGD:
         self.settings = f"rank {rank}, seed {seed}"
         self._errors: dict[int, Tensor] = {}
         self._queries: dict[int, list[Tensor]] = {}
-        self._side = SideStream()
 
     def __call__(self, flat: Tensor, bucket: Bucket) -> Waitable:
         """Starts replacing ``flat`` by the compressed average."""
@@ -97,7 +96,7 @@ class PowerSGD:
 
         stages = [send_products, send_queries, decompress]
         used = [flat, error, *queries]
-        return Chain(stages, used, bucket.device, self._side.on(bucket.device))
+        return Chain(stages, used, bucket.device)
 
     def _split(self, flat: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
         """Views of ``flat``: matrices to compress, (rows, columns), and pieces sent whole."""

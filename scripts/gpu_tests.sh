@@ -39,7 +39,7 @@ part() {
     local code=0
     # Where pytest-benchmark is installed, it warns beside pytest-xdist, and warnings are errors here.
     # A kernel that one process has compiled is in Triton's cache for all others.
-    "${python[@]}" -m pytest -p no:benchmark --dist=worksteal "$@" || code=$?
+    "${python[@]}" -m pytest -p no:benchmark "$@" || code=$?
     case $code in
     0) ;;
     5) empty=$((empty + 1)) ;;
@@ -49,13 +49,14 @@ part() {
 
 if [[ $parts == *one* ]]; then
     echo "tests of one GPU: $processes processes share $devices device(s)"
-    part -m "gpu and not multi_gpu" -n "$processes" "$@"
+    part -m "gpu and not multi_gpu" -n "$processes" --dist=worksteal "$@"
 else
     empty=$((empty + 1))
 fi
 if [[ $parts == *several* && $devices -gt 1 ]]; then
     echo "tests of several GPUs: $((3 * devices)) processes, whose ranks share $devices devices"
-    part -m multi_gpu -n "$((3 * devices))" "$@"
+    # Tests that share a start of ranks are one xdist_group, and come to one process.
+    part -m multi_gpu -n "$((3 * devices))" --dist=loadgroup "$@"
 else
     echo "tests of several GPUs: left out"
     empty=$((empty + 1))

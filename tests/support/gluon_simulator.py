@@ -246,8 +246,8 @@ class Partition:
 
     name: str
     weight: float
-    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    condition: Callable[[], bool] = bool
+    turn: Any = field(default_factory=threading.Lock)  # is held until it is this one's turn
+    condition: Callable[[], bool] = lambda: True
     done: bool = False
     products: list[Callable[[], None]] = field(default_factory=list)
     stores: list[Callable[[], None]] = field(default_factory=list)
@@ -265,7 +265,8 @@ class Machine:
         self.program, self.programs = program, programs
         self.partitions: list[Partition] = []
         self.copies: list[Callable[[], None]] = []
-        self.back = threading.Semaphore(0)
+        self.copies_weight = 1.0
+        self.ended = threading.Event()
         self.error: BaseException | None = None
         self.waiting = 0  # partitions that wait for predecessors
         self.hardware: dict[int, HardwareBarrier] = {}
@@ -279,33 +280,18 @@ class Machine:
         threads = []
         for i, (function, arguments) in enumerate(partitions):
             partition = Partition(f"partition {i}", self.random.choice((1, 1, 30)))
-            partition.condition = lambda: True
+            partition.turn.acquire()
             self.partitions.append(partition)
             work = (partition, function, arguments)
             threads.append(threading.Thread(target=self._run_one, args=work, daemon=True))
-        copies_weight = self.random.choice((0.1, 1, 30))
+        self.copies_weight = self.random.choice((0.1, 1, 30))
         for thread in threads:
             thread.start()
-        while not self.error and not all(p.done for p in self.partitions):
-            signals = self.grid.signals
-            able: list[Any] = [p for p in self.partitions if not p.done and p.condition()]
-            weights = [p.weight for p in able] + [copies_weight] * len(self.copies)
-            if not weights:
-                if self.waiting and self.grid.wait(signals):
-                    continue
-                stuck = "a predecessor that never signals" if self.waiting else "deadlock"
-                self.error = SimulationError(stuck)
-                break
-            chosen = self.random.choices([*able, *self.copies], weights)[0]
-            if isinstance(chosen, Partition):
-                self.here = chosen
-                chosen.turn.release()
-                self.back.acquire()
-            else:
-                self.copies.remove(chosen)
-                chosen()
+        self._give_way()
+        self.ended.wait()
         for partition in self.partitions:
-            partition.turn.release()
+            if not partition.done:  # an error stops it
+                partition.turn.release()
         for thread in threads:
             thread.join()
         if self.error:
@@ -324,16 +310,48 @@ class Machine:
         except BaseException as error:  # noqa: BLE001 (raised again by run)
             self.error = self.error or error
         partition.done = True
-        self.back.release()
+        self._give_way()
+
+    def _give_way(self, me: Partition | None = None) -> None:
+        """Lets copies arrive until a partition is chosen, which goes on; returns if that is ``me``.
+
+        Otherwise ``me`` waits for its turn, or raises what is wrong.
+        """
+        chosen = None if self.error else self._choose()
+        if chosen is None:
+            self.ended.set()
+        elif chosen is not me:
+            chosen.turn.release()
+            if me:
+                me.turn.acquire()
+        if me and self.error:
+            raise SimulationError("stopped")
+
+    def _choose(self) -> Partition | None:
+        """Who goes on; None if all have ended, or nobody ever can."""
+        while not all(p.done for p in self.partitions):
+            signals = self.grid.signals
+            able: list[Any] = [p for p in self.partitions if not p.done and p.condition()]
+            weights = [p.weight for p in able] + [self.copies_weight] * len(self.copies)
+            if not weights:
+                if self.waiting and self.grid.wait(signals):
+                    continue
+                stuck = "a predecessor that never signals" if self.waiting else "deadlock"
+                self.error = SimulationError(stuck)
+                break
+            chosen = self.random.choices([*able, *self.copies], weights)[0]
+            if isinstance(chosen, Partition):
+                self.here = chosen
+                return chosen
+            self.copies.remove(chosen)
+            chosen()
+        return None
 
     def pause(self, condition: Callable[[], bool] = lambda: True) -> None:
         """Lets others run, at least until ``condition``."""
         me = self.here
         me.condition = condition
-        self.back.release()
-        me.turn.acquire()
-        if self.error:
-            raise SimulationError("stopped")
+        self._give_way(me)
 
     # ---- what kernels call ----
 
@@ -441,13 +459,12 @@ class Machine:
     def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
         """As threads hold wgmma's results: rows r and r + 8, columns c and c + 1."""
         if condition:
-            rows, columns = np.indices(x.shape)
-            first = (rows % 16 < 8) & (columns % 2 == 0)
-            at = np.broadcast_to(pointers.offsets, x.shape)[first]
-            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (8, 0), (8, 1))):
-                values = x.value[rows[first] + dr, columns[first] + dc]
+            in_threads = (x.shape[0] // 16, 2, 8, x.shape[1] // 2, 2)
+            at = np.broadcast_to(pointers.offsets, x.shape).reshape(in_threads)[:, 0, :, :, 0]
+            values = x.value.reshape(in_threads)
+            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
                 with self.grid.addition:
-                    pointers.memory[at + i] += values  # no address comes twice
+                    pointers.memory[at + i] += values[:, dr, :, :, dc]  # no address comes twice
         self.pause()
 
     def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:
@@ -477,7 +494,8 @@ class Machine:
 
 
 def _unchanged(before: Any, now: Any) -> None:
-    if not np.array_equal(before, now, equal_nan=True):
+    # As bits, of which NaN has the same before and after.
+    if not (before.view(np.int64) == now.view(np.int64)).all():
         raise SimulationError("memory changes while a product or a store reads it")
 
 

@@ -58,13 +58,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.pages import recomputation, versions
+from tools.pages import recomputation, timelines, versions
 from tools.pages import rows as published
 from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
 
 from bench_harness import experiments
-from bench_harness.core import Row
+from bench_harness.core import Row, Timelines
 from bench_harness.display.cells import is_missing
 from bench_harness.report.frame import to_frame
 
@@ -412,7 +412,8 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             raise ValueError(
                 f"figure must be one of {', '.join(made)}, but got {name!r}. Correct its name."
             )
-        return png_bytes(made[name].figure)
+        figure = made[name].figure
+        return png_bytes(timelines.draw(figure) if isinstance(figure, Timelines) else figure)
 
     recipes.page.pictures[target] = draw
     link = posixpath.relpath(target.as_posix(), recipes.links_from.as_posix())

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.pages import timelines
+
 from bench_harness.core import Row
 from bench_harness.environment import measured_on
 from bench_harness.store import Store, replace_file
@@ -131,7 +133,8 @@ def read(file: Path) -> list[Row]:
         try:
             case = json.loads(line)
             rows, shared = case.pop("rows"), case.pop("shared", {})
-            found += [{"status": "ok", "error": None, **case, **shared, **row} for row in rows]
+            every = ({"status": "ok", "error": None, **case, **shared, **row} for row in rows)
+            found += [timelines.renewed(row) for row in every]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise PublishedError(
                 f"{file} line {number} must be a case with its rows, but got {line[:40]!r}. "

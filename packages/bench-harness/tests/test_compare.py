@@ -301,6 +301,68 @@ def test_kernels_that_changed_are_named_by_time(tmp_path: Path) -> None:
     assert compare(run("c", 2.0), run("d", 2.01)).kernels == []
 
 
+RANK = {
+    "window_ns": 9000,
+    "exposed_ns": 0,
+    "offset_ns": 0,
+    "names": ["gemm"],
+    "work": [0],
+    "lanes": [{"name": "stream 7", "spans": [0, 9000, 0]}],
+    "phases": [],
+    "late": [],
+}
+
+
+def test_a_page_shows_the_verdict_what_changed_and_both_timelines(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """The row with the largest sure difference is the title; a wrapper's own account of itself
+    tells no row from another."""
+
+    def run(name: str, time: float, own: str) -> None:
+        timeline = {"drawn": 0, "ranks": [RANK]}
+        parts = {"matrix products": 4.0, "<b>copies</b>": time - 4.0}
+        own_words = {"variant": "plain <i>fp32</i>", "explained": own}
+        times = {"one": time, "two": 10.0}
+        store(tmp_path / name, times, **own_words, timeline=timeline, waterfall=parts)
+
+    run("a", 10.0, "old words")
+    run("b", 8.0, "new words")
+    done = bench("compare", "a", "b", "--page", "page.html", "--json", "--fail-on", "slower")
+    assert done.returncode == 0
+    found = json.loads(done.stdout)
+    assert [row["verdict"] for row in found["rows"]] == ["faster", "faster", "same", "same"]
+    assert found["rows"][0]["parts"]["matrix products"] == [4.0, 4.0]
+    assert "timelines" not in found
+    page = (tmp_path / "page.html").read_text()
+    assert "<h1>B is 20.0 % faster, sure: 9.959 → 7.967 ms for plain &lt;i&gt;fp32" in page
+    assert "<dd>&lt;b&gt;copies&lt;/b&gt;<small>6 → 4 ms</small>" in page
+    assert "<dd>4<small>2 faster, sure, 2 same, sure</small>" in page
+    assert "<dd>passes<small>" in page
+    held = re.search(r'<script type="application/json">(.*)</script>', page)
+    assert held is not None
+    lines = json.loads(held[1])
+    assert len(lines) == 8
+    assert next(iter(lines)) == "A: toy one: plain <i>fp32</i> step"
+    assert page.count("<i>fp32") == page.count("<b>copies") == 0
+
+
+def test_a_page_says_what_nobody_can_tell_and_leaves_out_a_wrong_timeline(
+    bench: Bench, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        store(tmp_path / name, {"one": 10.0}, samples=2, timeline={"ranks": [3]})
+    done = bench("compare", "a", "b", "--page", "page.html", "--fail-on", "slower,unsure")
+    assert done.returncode == 1
+    page = (tmp_path / "page.html").read_text()
+    assert "<h1>Cannot tell whether B is faster or slower than A: " in page
+    assert "Could not be shown: timeline must hold the ranks of a step" in page
+    assert "<dd>fails<small>2 rows not sure" in page
+    store(tmp_path / "c", {"one": 10.0})
+    assert bench("compare", "c", "c", "--page", "page.html").returncode == 0
+    assert "<h1>B takes as long as A: 10" in (tmp_path / "page.html").read_text()
+
+
 def test_the_number_of_samples_asked_for_decides(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
 

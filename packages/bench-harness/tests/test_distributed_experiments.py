@@ -30,7 +30,7 @@ def run(monkeypatch, tmp_path):
         about = {"case_key": case.key, "label": case.label, "status": "ok"}
         frame = to_frame([{**about, **row, "config": dict(case.config)} for row in rows])
         for figure in experiment.figures(frame):
-            assert png_bytes(figure.figure)
+            assert figure.is_timelines or png_bytes(figure.figure)
         return frame, {table.title: table.frame for table in experiment.tables(frame)}
 
     return run

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ranks_of_somebody_else_s_run(bench: Bench, folder: Path) -> None:
     gpu_trace(folder / "a.json", 0, waits=20)
     gpu_trace(folder / "b.json", 1, waits=0)
-    done = bench("trace", "a.json", "b.json", "--json", "--picture", "lanes.png")
+    done = bench("trace", "a.json", "b.json", "--json", "--page", "lanes.html")
     assert done.returncode == 0, done.stderr
     tables = json.loads(done.stdout)
     first, second = tables["Time"]
@@ -67,7 +67,10 @@ def test_ranks_of_somebody_else_s_run(bench: Bench, folder: Path) -> None:
     assert first["computing (ms)"] + first["exposed (ms)"] + first["idle (ms)"] == 0.1
     assert tables["Longest kernels"][0]["kernel"] == "sm90_xmma_gemm_bf16"
     assert tables["Work"][0]["matmul (%)"] == pytest.approx(100 * 100 / 230, abs=0.1)
-    assert (folder / "lanes.png").read_bytes().startswith(b"\x89PNG")
+    assert "<title>a.json rank 0, b.json rank 1" in (folder / "lanes.html").read_text()
+    done = bench("trace", "a.json", "--picture", "lanes.png")
+    assert done.returncode == 2
+    assert "trace --page FILE.html draws every kernel" in done.stderr
     shown = bench("trace", "a.json").stdout
     assert "Longest kernels" in shown
     assert all(len(line) <= 80 for line in shown.splitlines())

@@ -7,12 +7,16 @@ from contextlib import closing
 
 import pytest
 import torch
+from tools.pages import timelines as pages
 
 import basics_model
 from basics_model.attention import softmax_attention
+from bench_harness.display.timelines import timelines
 from bench_harness.traces import kineto, nsight
-from bench_harness.traces.picture import draw_overlap, timeline
+from bench_harness.traces.timeline import WORK, timeline
 from bench_harness.traces.trace import (
+    Event,
+    Trace,
     is_communication,
     kernel_totals,
     kind,
@@ -295,27 +299,138 @@ def test_kernels_have_names_that_fit_a_table(kernel, short):
     assert short_name(kernel) == short
 
 
-def test_picture_shows_every_variant_on_one_axis(gpu_trace):
+def spans_of(lane):
+    """Start, end and name's position of each span of a lane."""
+    found, at, spans = [], 0, lane["spans"]
+    for gap, duration, name in zip(spans[::3], spans[1::3], spans[2::3], strict=True):
+        found.append((at + gap, at + gap + duration, name))
+        at += gap + duration
+    return found
+
+
+def test_a_timeline_keeps_every_kernel_by_name_and_stream(gpu_trace):
     trace = kineto.load(gpu_trace)
-    window = trace.phases("backward")[0]
-    line = timeline(trace, window)
-    assert line["window_us"] == 200.0
-    assert line["compute_us"] == [[15.0, 115.0]]
-    assert line["communication_us"] == [[100.0, 160.0]]
-    json.dumps(line)
-    (plot,) = draw_overlap({"naive": line, "overlap": {**line, "window_us": 150.0}}).axes
+    line = timeline(trace, (0, 300_000))
+    named = {
+        lane["name"]: [(start, end, line["names"][name]) for start, end, name in spans_of(lane)]
+        for lane in line["lanes"]
+    }
+    assert named == {
+        "stream 7": [
+            (30_000, 60_500, "sm90_xmma_gemm_bf16"),
+            (61_000, 71_000, "softmax_warp_forward"),
+            (115_000, 215_000, "nvjet_tst_128x256"),
+            (262_000, 263_000, "Memcpy DtoD"),
+        ],
+        "stream 20": [(200_000, 260_000, "ncclDevKernel_AllReduce_Sum_f32")],
+    }
+    work = dict(zip(line["names"], line["work"], strict=True))
+    assert WORK[work["nvjet_tst_128x256"]] == "matmul"
+    assert WORK[work["ncclDevKernel_AllReduce_Sum_f32"]] == "communication"
+    assert WORK[work["Memcpy DtoD"]] == "copy"
+    assert line["phases"] == [["forward", 0, 100_000], ["backward", 100_000, 300_000]]
+    assert line["exposed_ns"] == 45_000
+    assert timelines(json.loads(json.dumps({"a": whole(line)})))["a"]["drawn"] == 0
+
+
+def whole(line):
+    """A rank's timeline as the only one of a row."""
+    return {"drawn": 0, "ranks": [{**line, "offset_ns": 0}]}
+
+
+def test_phases_of_a_step_without_marks_are_those_of_the_launches(tmp_path):
+    """Backward's kernels by autograd's nodes, the optimizer's by torch's own range."""
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    events = [
+        span("phase:step", "user_annotation", 0, 200),
+        span(node, "cpu_op", 20, 30, thread=AUTOGRAD),
+        span("Optimizer.step#AdamW.step", "user_annotation", 50, 60),
+    ]
+    for number, (launch, start, thread) in enumerate(
+        [(5, 10, MAIN), (21, 60, AUTOGRAD), (28, 80, AUTOGRAD), (40, 95, MAIN), (51, 120, MAIN)], 1
+    ):
+        launched = {"thread": thread, "correlation": number}
+        events.append(span("cudaLaunchKernel", "cuda_runtime", launch, launch + 1, **launched))
+        events.append(span("k", "kernel", start, start + 10, thread=7, correlation=number))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert timeline(kineto.load(path), (0, 200_000))["phases"] == [
+        ["forward", 10_000, 20_000],
+        ["backward", 60_000, 90_000],
+        ["optimizer", 120_000, 130_000],
+    ], "what follows the backward before the optimizer belongs to none of them"
+
+
+def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    line = timeline(trace, trace.phases("backward")[0])
+    shorter = {**line, "window_ns": 150_000}
+    drawn = timelines({"naive": whole(line), "overlap": whole(shorter)})
+    (plot,) = pages.draw(drawn).axes
     assert [text.get_text().strip() for text in plot.texts] == [
         *("naive", "0.045 ms exposed"),
         *("overlap", "0.045 ms exposed"),
     ]
+    window, exposed, bars = pages.bars_of(drawn["naive"])
+    assert (window, exposed) == (0.2, 0.045)
+    assert bars == {
+        "computation": [(0.015, 0.1)],
+        "late": [],
+        "communication": [(0.1, 0.06)],
+    }
 
 
-def test_a_picture_of_many_kernels_stays_small():
-    from bench_harness.traces.trace import Event, Trace
+def test_rows_of_before_names_were_kept_are_still_drawn():
+    row = {
+        "window_us": 200.0,
+        "exposed_ms": 0.045,
+        "late_us": [[1.0, 2.0]],
+        "compute_us": [[15.0, 115.0]],
+        "communication_us": [[100.0, 160.0]],
+    }
+    renewed = pages.renewed({"timeline": row})["timeline"]
+    window, exposed, bars = pages.bars_of(timelines({"old": renewed})["old"])
+    assert (window, exposed) == (0.2, 0.045)
+    assert bars["computation"] == [(0.015, 0.1)]
+    assert bars["late"] == [(0.001, 0.001)]
+    assert bars["communication"] == [(0.1, 0.06)]
 
-    kernels = [Event("k", 100 * i, 100 * i + 99, (0, 0), 99) for i in range(100_000)]
-    line = timeline(Trace(on_device=True, compute=kernels), (0, 10_000_000))
-    assert line["compute_us"] == [[0.0, pytest.approx(10_000, rel=1e-3)]]
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"names": []},
+        {"names": [3]},
+        {"work": [7]},
+        {"window_ns": -1},
+        {"window_ns": float("nan")},
+        {"lanes": [{"name": "s", "spans": [1, 2]}]},
+        {"lanes": [{"name": "s", "spans": [1, "2", 0]}]},
+        {"phases": [["forward", 1, None]]},
+    ],
+)
+def test_a_stranger_s_timeline_is_refused(wrong):
+    right = {
+        "window_ns": 9,
+        "exposed_ns": 0,
+        "names": ["k"],
+        "work": [0],
+        "lanes": [{"name": "s", "spans": [1, 2, 0]}],
+        "phases": [],
+        "late": [],
+    }
+    timelines({"a": whole(right)})
+    with pytest.raises(ValueError, match="timeline must hold the ranks of a step, but got"):
+        timelines({"a": whole({**right, **wrong})})
+    with pytest.raises(ValueError, match="timeline must hold"):
+        timelines({"a": 3})
+
+
+def test_spans_that_overlap_on_a_stream_have_lanes_of_their_own():
+    kernels = [Event("k", start, start + 10, (0, 7), 10) for start in (0, 5, 10, 12)]
+    line = timeline(Trace(on_device=True, compute=kernels), (0, 30))
+    starts = [[start for start, _, _ in spans_of(lane)] for lane in line["lanes"]]
+    assert starts == [[0, 10], [5], [12]]
 
 
 @pytest.fixture

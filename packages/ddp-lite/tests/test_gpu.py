@@ -80,6 +80,7 @@ def equal_to_torch(rank: int, world_size: int, name: str) -> None:
         assert stats.started_in_backward == stats.reductions
 
 
+@pytest.mark.xdist_group("equal_to_torch")
 @pytest.mark.parametrize("name", BUILDS)
 def test_every_variant_equals_torch(name: str) -> None:
     run_case(equal_to_torch, 2, BUILDS, name, backend="nccl")
@@ -167,6 +168,7 @@ def dropped(rank: int, world_size: int, name: str) -> None:
     assert held < 2**20, f"a dropped wrapper keeps {held} bytes"
 
 
+@pytest.mark.xdist_group("dropped")
 @pytest.mark.parametrize("name", DROPPED)
 def test_a_dropped_wrapper_frees_its_memory(name: str) -> None:
     run_case(dropped, 2, DROPPED, name, backend="nccl")
@@ -214,6 +216,7 @@ def captured(rank: int, world_size: int, name: str) -> None:
             torch.testing.assert_close(p.grad, g, **TOLERANCE)
 
 
+@pytest.mark.xdist_group("captured")
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_step_in_a_cuda_graph(name: str) -> None:
     run_case(captured, 2, CAPTURED, name, backend="nccl")

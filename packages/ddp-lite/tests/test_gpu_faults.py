@@ -102,6 +102,8 @@ def lose_rank_1_in_copies(rank: int, world_size: int, how: signal.Signals) -> st
     except PeerFailureError as error:
         return str(error)
     finally:
+        # A collective of NCCL waits for the lost rank, and the end of the process for it.
+        dist.distributed_c10d._abort_process_group()
         if rank == 0 and how == signal.SIGSTOP:  # nothing else ends a stopped process
             os.kill(pid_of_rank_1, signal.SIGKILL)
     return "finished"

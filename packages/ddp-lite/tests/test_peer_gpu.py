@@ -241,6 +241,7 @@ def hooked(rank: int, world_size: int, name: str, size_mb: float | None) -> None
             assert torch.equal(p.grad, from_rank_0)
 
 
+@pytest.mark.xdist_group("hooked")
 @pytest.mark.parametrize(("name", "size_mb"), HOOKED)
 def test_gradients(name: str, size_mb: float | None) -> None:
     run_case(hooked, gpus(), HOOKED, name, size_mb, backend="nccl")

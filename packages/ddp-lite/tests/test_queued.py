@@ -53,11 +53,12 @@ def test_tensors_outlive_a_chain(end: str) -> None:
 
     stream, current, tensors, first = Mock(), Mock(), [Mock()], Mock()
     with (
+        patch("ddp_lite.wire._side_stream", return_value=stream),
         patch("torch.cuda.current_stream", return_value=current),
         patch("torch.cuda.stream", return_value=nullcontext()),
     ):
         try:
-            chain = Chain([lambda: first, second], tensors, torch.device("cuda", 0), stream)
+            chain = Chain([lambda: first, second], tensors, torch.device("cuda", 0))
             if end == "waited for":
                 chain.wait()
             del chain

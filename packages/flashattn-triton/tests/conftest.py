@@ -46,13 +46,14 @@ Ask for them by name; nothing is imported from here. What the fixtures return st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from torch import Tensor
 
 import attention_inputs
 import background
+import interpreter
 from attention_cases import (
     CASES,
     STRIDED_LENGTHS,
@@ -69,6 +70,7 @@ from attention_cases import (
 )
 from attention_inputs import Inputs
 from attention_oracle import Attend, check_results, differentiate
+from flashattn_triton import triton_versions
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -84,12 +86,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _scalar_code() -> Iterator[None]:
-    """Compiled for a CPU: torch else asks, in a process for each set of vector instructions."""
-    from torch._inductor import config
-
-    with config.patch({"cpp.vec_isa_ok": False}):
-        yield
+def _quick_interpreter() -> None:
+    """Triton's; that of a version which is not known stays as it is."""
+    if triton_versions.refusal() is None:
+        interpreter.replace_once_a_launch()
 
 
 @pytest.fixture(scope="session")

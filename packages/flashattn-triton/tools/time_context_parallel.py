@@ -6,12 +6,14 @@
         --step --tokens 131072 --rows context.jsonl
 
 Causal attention of one sequence, forward and backward, bf16 on GPUs. The rate is that of
-``flash_attention`` on each GPU by itself, for ``--rate-tokens``, in the same run. The floor divides
-the FLOPs of all tokens by the ranks' rates; ``over_rate`` is the floor over the time, of which the
-slowest rank's counts, the median of ``--repeats``. With ``--step`` it is a step of a model of 8
-billion parameters: stage 3 over all ranks, blocks recomputed but for the output of attention. MFU
-is that of 989 TFLOP/s, counts no recomputation, and only pairs of tokens that the mask shows;
-``mfu_all_pairs`` counts all, as many trainers do. A row is written as soon as it is measured.
+``flash_attention`` on each GPU by itself, of a sequence with as much work as a rank has, in the
+same run: a GPU that works for long has a lower clock. ``--rate-tokens`` asks for that of another
+one. The floor divides the FLOPs of all tokens by the ranks' rates; ``over_rate`` is the floor over
+the time, of which the slowest rank's counts, the median of ``--repeats``. With ``--step`` it is a
+step of a model of 8 billion parameters: stage 3 over all ranks, blocks recomputed but for the
+output of attention. MFU is that of 989 TFLOP/s, counts no recomputation, and only pairs of tokens
+that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do. A row is written as soon as
+it is measured.
 ``--trace FOLDER`` keeps the timeline of one forward and backward pass of each rank. A problem that
 does not fit is a row with its error.
 """
@@ -19,17 +21,22 @@ does not fit is a row with its error.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import math
 import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 
 from flashattn_triton import flash_attention
 from flashattn_triton.context_parallel import (
@@ -38,8 +45,13 @@ from flashattn_triton.context_parallel import (
     shard_tokens,
     token_positions,
 )
+from flashattn_triton.context_parallel.peer_memory import memory_for
 
-WAYS: dict[str, Callable[..., Any]] = {"ring": ring_attention, "all-gather": all_gather_attention}
+WAYS: dict[str, Callable[..., Any]] = {
+    "ring": ring_attention,
+    "ring, messages": functools.partial(ring_attention, communication="messages"),
+    "all-gather": all_gather_attention,
+}
 PEAK_TFLOPS = 989.0
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if GPU else "cpu"
@@ -51,8 +63,10 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tokens", default="65536,262144", help="of the sequence, over all ranks")
-    parser.add_argument("--ways", default="ring,all-gather")
-    parser.add_argument("--rate-tokens", type=int, default=32768)
+    parser.add_argument("--ways", default="ring;all-gather", help=f"of {'; '.join(WAYS)}")
+    parser.add_argument(
+        "--rate-tokens", type=int, help="of one GPU; else as much work as a rank has"
+    )
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -63,24 +77,32 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--layers", type=int, default=34, help="of the model of --step")
     parser.add_argument("--recompute-attention", action="store_true", help="with --step")
+    parser.add_argument("--offload", action="store_true", help="blocks' inputs to the host")
     return parser.parse_args()
 
 
 class Rows:
-    """Rank 0's file of rows."""
+    """Rank 0's file of rows, in the form that the pages of this repository read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        device = torch.cuda.get_device_name() if GPU else "CPU ranks"
+        command = ["git", "rev-parse", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, check=False)
         self._same = {
-            "ranks": dist.get_world_size(),
-            "device": torch.cuda.get_device_name() if GPU else "cpu",
-            "torch": torch.__version__,
+            "commit": found.stdout.strip(),
+            "measured_on": f"{dist.get_world_size()} {device}, torch {torch.__version__}",
+            "config": {},
         }
 
-    def write(self, **row: Any) -> None:
+    def write(self, kind: str, **row: Any) -> None:
         """Appends a row, and prints it."""
         if dist.get_rank() == 0:
-            line = json.dumps({**row, **self._same})
+            shape = ("way", "tokens", "kv_heads", "window", "attention")
+            label = ", ".join([kind, *(f"{x} {row[x]}" for x in shape if row.get(x) is not None)])
+            about = {"experiment": "context-parallel", "case_key": label, "label": label}
+            found = {k: round(x, 4) if isinstance(x, float) else x for k, x in row.items()}
+            line = json.dumps({**about, **self._same, "rows": [found]})
             print(line, flush=True)
             with self._path.open("a") as file:
                 file.write(line + "\n")
@@ -152,6 +174,24 @@ def time_attention(
     return of_forward, of_both
 
 
+def memory(*, copies: bool) -> dict[str, float]:
+    """GiB that torch had allocated at most, and those besides that other ranks copy from."""
+    if not GPU:
+        return {}
+    shared = (
+        memory_for(dist.group.WORLD, torch.device(DEVICE)) if copies and dist.group.WORLD else ""
+    )
+    nbytes = 0 if isinstance(shared, str) else shared.nbytes
+    return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "shared_gib": nbytes / 2**30}
+
+
+def _tokens_of_equal_work(tokens: int, ranks: int, arguments: argparse.Namespace) -> int:
+    """The length of a sequence whose attention has a rank's part of the FLOPs, by 1,024."""
+    if arguments.window is not None:
+        return tokens // ranks
+    return max(round(tokens / math.sqrt(ranks) / 1024), 1) * 1024
+
+
 def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
     """A row for each number of tokens and way."""
     size = dist.get_world_size()
@@ -162,15 +202,15 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
         "window": arguments.window,
     }
     known = (arguments.heads, arguments.head_dim, arguments.window)
-    n = arguments.rate_tokens
-    alone = time_attention(flash_attention, n, arguments)
-    rates = flops(n, *known) / alone[0], 3.5 * flops(n, *known) / alone[1]
-    rows.write(
-        kind="one GPU", tokens=n, **shape, forward_ms=alone[0] * 1e3, both_ms=alone[1] * 1e3,
-        forward_tflops=rates[0] / 1e12, both_tflops=rates[1] / 1e12,
-    )  # fmt: skip
     for tokens in map(int, arguments.tokens.split(",")):
-        for way in arguments.ways.split(","):
+        n = arguments.rate_tokens or _tokens_of_equal_work(tokens, size, arguments)
+        alone = time_attention(flash_attention, n, arguments)
+        rates = flops(n, *known) / alone[0], 3.5 * flops(n, *known) / alone[1]
+        rows.write(
+            kind="one GPU", tokens=n, **shape, forward_ms=alone[0] * 1e3, both_ms=alone[1] * 1e3,
+            forward_tflops=rates[0] / 1e12, both_tflops=rates[1] / 1e12,
+        )  # fmt: skip
+        for way in arguments.ways.split(";"):
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
             try:
@@ -184,8 +224,7 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
             rows.write(
                 kind="attention", way=way, tokens=tokens, **shape, forward_ms=times[0] * 1e3,
                 both_ms=times[1] * 1e3, forward_over_rate=floors[0] / times[0],
-                both_over_rate=floors[1] / times[1],
-                peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+                both_over_rate=floors[1] / times[1], **memory(copies=way == "ring"),
             )  # fmt: skip
 
 
@@ -196,7 +235,7 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
     from shard_optim import FullyShardedDataParallel
 
     for tokens in map(int, arguments.tokens.split(",")):
-        for way in arguments.ways.split(","):
+        for way in arguments.ways.split(";"):
             config = ModelConfig(
                 vocab_size=151_936 if GPU else 256,
                 context_length=tokens,
@@ -229,24 +268,28 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
                 positions: Tensor = positions,
             ) -> None:  # fmt: skip
                 optimizer.zero_grad()
-                model(*given, positions=positions).backward()
+                with save_on_cpu(pin_memory=GPU) if arguments.offload else nullcontext():
+                    loss = model(*given, positions=positions)
+                loss.backward()
                 model.finish_gradient_synchronization()
                 optimizer.step()
 
-            shape = {"way": way, "tokens": tokens, "parameters": config.num_parameters}
+            attention = "kept" if kept else "recomputed"
+            attention += ", inputs on the host" if arguments.offload else ""
+            shape = {"way": way, "tokens": tokens, "attention": attention}
+            shape["parameters"] = config.num_parameters
             try:
                 found = seconds(step, arguments.repeats)
             except torch.OutOfMemoryError as error:
-                rows.write(kind="step", **shape, attention_kept=kept, error=str(error))
+                rows.write(kind="step", **shape, error=str(error))
                 raise  # what stage 3 holds cannot be given back
             all_pairs = 3 * model_flops(config, batch=1, seq=tokens)
             visible = all_pairs - 6 * config.num_layers * tokens**2 * config.d_model
             per_rank = found * dist.get_world_size() * 1e12 * PEAK_TFLOPS
             rows.write(
-                kind="step", **shape, attention_kept=kept, step_s=found,
-                tokens_per_second=tokens / found, mfu=visible / per_rank,
-                mfu_all_pairs=all_pairs / per_rank,
-                peak_gib=torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+                kind="step", **shape, step_s=found, tokens_per_second=tokens / found,
+                mfu=100 * visible / per_rank, mfu_all_pairs=100 * all_pairs / per_rank,
+                **memory(copies=way == "ring"),
             )  # fmt: skip
             del module, model, optimizer, step
 

@@ -382,6 +382,9 @@ def check_disagreement(rank, world_size, what):
     cls = torch.optim.Adam if what == "class" and rank == 1 else torch.optim.AdamW
     lr = 0.2 if what == "lr" and rank == 1 else 0.1
     params = params[:1] if what == "count" and rank == 1 else params
+    if what == "strides":  # one rank's in another memory format
+        matrix = torch.zeros(2, 3)
+        params.append(nn.Parameter(matrix if rank == 0 else matrix.T.contiguous().T))
     if what == "group":
         optimizer = ShardedOptimizer(params, cls, lr=lr)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(rank + 1))]})
@@ -397,6 +400,7 @@ def check_disagreement(rank, world_size, what):
         ("class", r"rank 0: .*AdamW, .*; rank 1: .*Adam,"),
         ("lr", r"rank 0: .*lr = 0\.1; rank 1: .*lr = 0\.2"),
         ("count", r"rank 0: .*parameter 1 .*; rank 1: nothing"),
+        ("strides", r"rank 0: .*strides \(3, 1\).*; rank 1: .*strides \(1, 2\)"),
         ("bucket", r"rank 0: .*bucket_size_mb 1, .*; rank 1: .*bucket_size_mb 2,"),
         ("group", r"rank 0: group 1: parameter 0  \(1,\).*; rank 1: .*\(2,\)"),
     ],

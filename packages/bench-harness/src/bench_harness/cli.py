@@ -5,6 +5,7 @@ What measures and shows is imported by the command that needs it, so ``--help`` 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import sys
@@ -18,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from bench_harness import compare, experiments, options, presets, user_code, verdict
 from bench_harness.core import Case
 from bench_harness.experiments import Experiment
-from bench_harness.store import Store, StoreError
+from bench_harness.store import Store, StoreError, replace_file
 
 #: Exit codes beside 0: a case failed; wrong use or an unusable folder; Ctrl-C.
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -38,6 +39,7 @@ _REMOVED = {
         ("render", "publish"),
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
+    "--picture": "trace --page FILE.html draws every kernel, to search and to zoom.",
     "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
     "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
@@ -67,6 +69,10 @@ PresetOrFile: TypeAlias = Annotated[
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
 _Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
+PageFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--page", help="Also write a page with timelines (HTML).", show_default=False),
+]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
@@ -320,37 +326,50 @@ def _compare(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a summary for a pull request.")
     ] = False,
+    page: PageFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Say whether run B is faster or slower than A."""
     from rich.console import Console
 
     from bench_harness import terminal
+    from bench_harness.report import comparison
 
     gate = None if fail_on is None else compare.Gate.parse(fail_on)
     found = compare.compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware
     )
     failures = [] if gate is None else gate.failures(found)
+    if page is not None:
+        replace_file(page, comparison.page(found, None if gate is None else failures).encode())
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
-        typer.echo(compare.markdown(found))
+        typer.echo(comparison.markdown(found))
     else:
         terminal.comparisons(found, Console(), None if gate is None else failures)
     return FAILED if failures else 0
+
+
+def _serve(run: RunFolder) -> int:
+    """Open a run's traces in Perfetto, over the loopback, until Ctrl-C."""
+    from bench_harness import serve
+
+    found = serve.traces(Store(run))
+    with serve.TraceServer({path: file for path, (_, file) in found.items()}) as server:
+        for path, (label, _) in found.items():
+            typer.echo(f"{label}\n  {server.link(path)}")
+        typer.echo("Open a link in a browser of this machine. Ctrl-C ends.")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
 
 
 def _trace(
     files: Annotated[
         list[Path], typer.Argument(help="Recordings, one of each rank.", show_default=False)
     ],
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture", help="Draw computation above communication (PNG).", show_default=False
-        ),
-    ] = None,
+    page: PageFile = None,
     as_json: AsJson = False,
 ) -> int:
     """Analyse recordings of any program: overlap, kernels, late gathers.
@@ -361,18 +380,16 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
-    from bench_harness.report.write import records
+    from bench_harness.report.write import records, rendered
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
-    if picture is not None:
-        from bench_harness.display.plots import png_bytes
-        from bench_harness.store import replace_file
-        from bench_harness.traces.picture import draw_overlap
-
-        lines = {each.name: each.communication["timeline"] for each in found}
-        replace_file(picture, png_bytes(draw_overlap(lines)))
     tables = recordings.tables(found)
+    if page is not None:
+        lines = recordings.timelines_of(found)
+        title = ", ".join(lines)
+        text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
+        replace_file(page, text.encode())
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))
     else:
@@ -416,6 +433,7 @@ def _preset(
 _OTHERS: dict[str, Callable[..., int]] = {
     "report": _report,
     "compare": _compare,
+    "serve": _serve,
     "trace": _trace,
     "preset": _preset,
     "env": _env,

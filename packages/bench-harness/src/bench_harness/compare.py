@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +36,9 @@ SIGNS = {
 #: A row's text that says which backend or kernel really ran; two rows that differ in nothing else
 #: are the same row, which changed.
 RAN = "ran"
+#: Text that describes a row and tells it from no other: a wrapper's own account of itself, how its
+#: profile was taken, and where its recording lies.
+TOLD = ("explained", "spans", "report")
 #: Kernels whose change is named.
 KERNELS = 3
 
@@ -55,6 +57,7 @@ class Comparison:
         verdict: B beside A.
         changed: what else differs, as ``peak (GiB) 31.7 → 39.7``.
         same_environment: whether both rows come from the same hardware and libraries.
+        parts: milliseconds of A and B in each part of one profiled step, if both have one.
     """
 
     experiment: str
@@ -65,6 +68,7 @@ class Comparison:
     verdict: Verdict
     changed: tuple[str, ...]
     same_environment: bool
+    parts: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,7 @@ class Comparisons:
         environment: fields of the environment that differ, with both values.
         kernels: the profiled kernels whose time changed most, with both times.
         runs: a line about each run: commit, date, samples.
+        timelines: recorded steps that both runs hold, by run and row; as rows hold them.
     """
 
     rows: list[Comparison]
@@ -85,14 +90,17 @@ class Comparisons:
     environment: list[str]
     kernels: list[str]
     runs: tuple[str, str]
+    timelines: dict[str, Any]
 
     def as_json(self) -> Row:
-        """All of it, as ``--json`` prints it."""
-        found = asdict(self)
-        for given, row in zip(self.rows, found["rows"], strict=True):
-            row["verdict"] = given.verdict.direction
-            row |= {k: v for k, v in asdict(given.verdict).items() if k != "direction"}
-        return found
+        """All of it but the timelines, as ``--json`` prints it."""
+        rows = []
+        for each in self.rows:
+            judged = asdict(each.verdict)
+            direction = judged.pop("direction")
+            rows.append({**vars(each), **judged, "verdict": direction})
+        kept = {name: value for name, value in vars(self).items() if name != "timelines"}
+        return {**kept, "rows": rows}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +204,7 @@ def compare(
         environment=differences,
         kernels=_kernels(loaded[0].rows, loaded[1].rows, tolerance),
         runs=(_about(rows_a), _about(rows_b)),
+        timelines=_timelines(loaded[0].rows, loaded[1].rows),
     )
 
 
@@ -221,6 +230,7 @@ def _comparison(
         verdict=found,
         changed=tuple(_changed(a, b, tolerance)),
         same_environment=same,
+        parts=_parts(a, b),
     )
 
 
@@ -302,6 +312,32 @@ def _kernels(a: Sequence[Row], b: Sequence[Row], tolerance: float) -> list[str]:
     ]
 
 
+def _parts(a: Row, b: Row) -> dict[str, tuple[float, float]]:
+    old, new = (row.get("waterfall") for row in (a, b))
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return {}
+    times = {part: (old.get(part, 0.0), new.get(part, 0.0)) for part in {**old, **new}}
+    return {part: pair for part, pair in times.items() if all(map(is_number, pair)) and any(pair)}
+
+
+def _timelines(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Any]:
+    """Steps of the same row, one below the other."""
+    held = [
+        {(_case(row), _texts(row)): row for row in rows if row.get("timeline")} for rows in (a, b)
+    ]
+    # The timeline of the experiment memory is of bytes.
+    shared = [i for i in held[0] if i in held[1] and held[0][i]["experiment"] != "memory"]
+    labels = {held[0][identity]["label"] for identity in shared}
+    found = {}
+    for identity in shared:
+        label = held[0][identity]["label"]
+        name = _described(identity[1], label)
+        name = f"{label}: {name}" if len(labels) > 1 or not name else name
+        for run, rows in zip("AB", held, strict=True):
+            found[f"{run}: {name}"] = rows[identity]["timeline"]
+    return found
+
+
 def _figure(value: Any) -> float | None:
     """A number, or the median of a list of them."""
     if isinstance(value, list) and value and all(map(is_number, value)):
@@ -371,33 +407,20 @@ def _about(rows: Mapping[tuple[str, tuple[str, ...]], Row]) -> str:
     return f"{', '.join(commits)}, {started}, {samples} a row"
 
 
-def markdown(found: Comparisons) -> str:
-    """A summary to paste into a pull request: counts, and every row that is not the same."""
-    counts = Counter(str(each.verdict) for each in found.rows)
-    lines = [", ".join(f"{count} {name}" for name, count in sorted(counts.items()))]
-    lines += [f"\nThe environments differ: {'; '.join(found.environment)}"] * bool(
-        found.environment
-    )
-    for name, cases in (("A", found.only_a), ("B", found.only_b)):
-        lines += [f"\nOnly {name} has: {'; '.join(cases)}"] * bool(cases)
-    shown = [each for each in found.rows if each.verdict.direction != "same"]
-    if shown:
-        lines += [
-            "",
-            "| case | A (ms) | B (ms) | B / A | 95 % interval | verdict | why |",
-            "| --- | ---: | ---: | ---: | --- | --- | --- |",
-        ]
-    for each in shown:
-        name = f"{each.label}: {each.variant}" if each.variant else each.label
-        name = name.replace("|", "\\|")
-        verdict = each.verdict
-        interval = "" if verdict.low is None else f"{verdict.low:.3f}–{verdict.high:.3f}"
-        why = "; ".join([*verdict.reasons, *each.changed]).replace("|", "\\|")
-        lines.append(
-            f"| {name} | {each.median_a:.4g} | {each.median_b:.4g} | {verdict.ratio:.3f} | "
-            f"{interval} | {verdict} | {why} |"
-        )
-    return "\n".join(lines)
+def cells_of(each: Comparison) -> tuple[str, ...]:
+    """Name, times, difference, its interval and the verdict of a row."""
+    verdict, ends = each.verdict, ""
+    if verdict.low is not None and verdict.high is not None:
+        ends = f"[{percent(verdict.low)}, {percent(verdict.high)}]"
+    times = f"{each.median_a:.4g} → {each.median_b:.4g} ms"
+    return each.variant or "all", times, f"{percent(verdict.ratio)} %", ends, str(verdict)
+
+
+def percent(ratio: float) -> str:
+    """A ratio as a signed difference in per cent, without its sign."""
+    change = 100 * (ratio - 1)
+    text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def _measured(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], Row]:
@@ -420,7 +443,7 @@ def _case(row: Row) -> str:
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    apart = RESERVED | {RAN}
+    apart = RESERVED | {RAN, *TOLD}
     return tuple(v for n, v in row.items() if n not in apart and isinstance(v, str))
 
 

@@ -113,6 +113,12 @@ class Bars:
     panels: Mapping[str, Sequence[Bar]]
 
 
+class Timelines(dict[str, Row]):
+    """Recorded steps by variant, which a page shows on one time axis on a canvas. Each holds
+    ``drawn``, the position of the rank to show first, and ``ranks``, of which each is a
+    :func:`bench_harness.traces.timeline.timeline` that begins at ``offset_ns``."""
+
+
 @dataclass(frozen=True)
 class Figure:
     """A picture of the report.
@@ -120,15 +126,15 @@ class Figure:
     Attributes:
         name: file name without suffix, unique within the experiment.
         title: heading.
-        figure: bars, or a matplotlib figure made with ``matplotlib.figure.Figure`` (never pyplot,
-            which keeps global state and may want a display).
+        figure: bars, timelines, or a matplotlib figure made with ``matplotlib.figure.Figure``
+            (never pyplot, which keeps global state and may want a display).
         note: one or two sentences under the picture.
         folded: whether the page shows the picture only on request, beside the tables.
     """
 
     name: str
     title: str
-    figure: Bars | MatplotlibFigure
+    figure: Bars | Timelines | MatplotlibFigure
     note: str = ""
     folded: bool = False
 
@@ -138,9 +144,14 @@ class Figure:
         return isinstance(self.figure, Bars)
 
     @property
+    def is_timelines(self) -> bool:
+        """Whether a page shows it on a canvas."""
+        return isinstance(self.figure, Timelines)
+
+    @property
     def wide(self) -> bool:
         """Whether the picture needs the whole width of a page."""
-        return not isinstance(self.figure, Bars) and self.figure.get_figwidth() > 6.5
+        return not isinstance(self.figure, (Bars, Timelines)) and self.figure.get_figwidth() > 6.5
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from bench_harness import environment
+from bench_harness.compare import Comparison, Comparisons, cells_of
 from bench_harness.core import JsonValue, Row, plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
@@ -20,7 +21,6 @@ from bench_harness.runner import Planned
 if TYPE_CHECKING:
     import pandas as pd
 
-    from bench_harness.compare import Comparison, Comparisons
     from bench_harness.core import Table
     from bench_harness.report import Report
 
@@ -185,7 +185,7 @@ def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | 
     for name, cases in (("A", found.only_a), ("B", found.only_b)):
         for case in cases:
             line(console, f"Only {name} has {case}", style="yellow")
-    shown = [_cells(each) for each in found.rows]
+    shown = [cells_of(each) for each in found.rows]
     widths = [max(map(cell_len, column)) for column in zip(*shown, strict=True)]
     widths[0] = min(widths[0], max(console.width - sum(widths[1:]) - 9, 12))
     headings = [f"{each.experiment}: {each.label}" for each in found.rows]
@@ -207,15 +207,6 @@ def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | 
         line(console, f"Gate: {text}", style="red" if failures else "green")
 
 
-def _cells(each: Comparison) -> tuple[str, ...]:
-    """Name, times, difference, its interval and the verdict of a row."""
-    verdict, ends = each.verdict, ""
-    if verdict.low is not None and verdict.high is not None:
-        ends = f"[{_percent(verdict.low)}, {_percent(verdict.high)}]"
-    times = f"{each.median_a:.4g} → {each.median_b:.4g} ms"
-    return each.variant or "all", times, f"{_percent(verdict.ratio)} %", ends, str(verdict)
-
-
 def _comparison(cells: Sequence[str], widths: Sequence[int], style: str, console: Console) -> None:
     """One line for a row; a name that is too long has a line of its own above it."""
     name, times, difference, ends, verdict = cells
@@ -226,13 +217,6 @@ def _comparison(cells: Sequence[str], widths: Sequence[int], style: str, console
     text.append(f"{difference:>{widths[2]}} {ends:<{widths[3]}}  ")
     text.append(verdict, style=style)
     console.print(text, soft_wrap=True)
-
-
-def _percent(ratio: float) -> str:
-    """A ratio as a signed difference in per cent, without its sign."""
-    change = 100 * (ratio - 1)
-    text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
-    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def _why(found: Comparisons, console: Console) -> None:

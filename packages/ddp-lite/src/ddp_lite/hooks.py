@@ -19,9 +19,8 @@ from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, contiguous
 _REMOVED = {
     "Communication": "copies are a ddp_lite.peer.PeerCopies",
     "CompressTo": "pass wire_dtype=torch.bfloat16 to BucketedDDP",
-    "HierarchicalAverage": "it is examples/hierarchical_average.py of the repository, to copy and "
-    "change",
-    "PowerSGD": "it is examples/power_sgd.py of the repository, to copy and change",
+    "HierarchicalAverage": "copy examples/hierarchical_average.py of the repository and change it",
+    "PowerSGD": "copy examples/power_sgd.py of the repository and change it",
 }
 
 

@@ -90,9 +90,7 @@ class MissingGradients(SideTask):
         for rank, names in enumerate(ranks.together(what, ranks.gather, absent)):
             for name in names:
                 ranks_by_name.setdefault(name, []).append(rank)
-        shown = "; ".join(
-            f"{name} on {name_ranks(without)}" for name, without in ranks_by_name.items()
-        )
+        shown = "; ".join(f"{name} on {name_ranks(r)}" for name, r in ranks_by_name.items())
         return MissingGradientError(
             "with missing_gradients='error' every trainable parameter must get a gradient on every "
             f"rank, but in step {ranks.step} these got none: {shown}. Use them in the loss, freeze "

@@ -217,8 +217,7 @@ class Ranks:
             SynchronizationError: this process is a child that was forked after construction.
         """
         self.require_same_process()
-        if self.has_own_connections:
-            self.follow_timeout()
+        self.follow_timeout()
         begin = time.monotonic()
         try:
             return call(*arguments)
@@ -273,13 +272,14 @@ class Ranks:
             )
 
     def follow_timeout(self) -> None:
-        """The group's timeout, which a program may change, holds from here on.
+        """The group's timeout, which a program may change, holds for own connections from here on.
 
-        Call once in every step in which collectives do not go through ``call``, if
-        ``has_own_connections``.
+        Call once in every step in which collectives do not go through ``call``.
         """
+        if not self.has_own_connections:
+            return
         timeout: timedelta = self.group._get_backend(self.device).options._timeout
-        if self.has_own_connections and timeout != self._used_timeout:
+        if timeout != self._used_timeout:
             self._used_timeout = timeout
             self.communicator._set_default_timeout(timeout)
             self.control._set_default_timeout(timeout)

@@ -6,6 +6,7 @@ Loaded by ``wire_dtype=`` and ``ddp_lite.peer``. A comm hook of several collecti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,14 +49,13 @@ class Chain:
     """Collectives that build on each other, as one waitable.
 
     Each stage starts one collective (or only computes) and returns a waitable for it, on which the
-    next stage waits. On CUDA the whole chain is queued at once on a stream of its own, so it
+    next stage waits. On CUDA the whole chain is queued at once, on one stream for all chains, so it
     overlaps with backward. On CPU the first stage starts at once and the rest run inside ``wait``.
 
     Args:
         stages: functions.
         tensors: memory used by the stages that was not allocated inside them.
         device: of the tensors.
-        stream: on CUDA, for the whole chain; None for a new one.
     """
 
     def __init__(
@@ -63,13 +63,12 @@ class Chain:
         stages: Sequence[Callable[[], Waitable | None]],
         tensors: Sequence[Tensor],
         device: torch.device,
-        stream: torch.cuda.Stream | None = None,
     ) -> None:
         self._rest: Sequence[Callable[[], Waitable | None]] = ()
         if device.type != "cuda":
             self._started, self._rest = stages[0](), stages[1:]
             return
-        side = stream if stream is not None else torch.cuda.Stream(device)
+        side = _side_stream(device)
         self._started = queued = Queued(side, tensors)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -88,17 +87,10 @@ class Chain:
         self._rest = ()
 
 
-class SideStream:
-    """One CUDA stream for many chains, so that they run in the order in which they are made."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    def on(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream on ``device``; None on CPU."""
-        if device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        return self._stream
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of all chains on a device, so that they run in the order in which they are made."""
+    return torch.cuda.Stream(device)
 
 
 class OnWire:
@@ -121,7 +113,6 @@ class OnWire:
                 "torch.bfloat16"
             )
         self._dtype = dtype
-        self._side = SideStream()
 
     def __call__(
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
@@ -143,8 +134,7 @@ class OnWire:
             torch._foreach_copy_(targets, views)
             views.clear()
 
-        stream = self._side.on(bucket.device)
-        return Reduction((Chain([send, receive], targets, bucket.device, stream),), targets)
+        return Reduction((Chain([send, receive], targets, bucket.device),), targets)
 
     def __str__(self) -> str:
         return f"flattened and sent as {str(self._dtype).removeprefix('torch.')}"

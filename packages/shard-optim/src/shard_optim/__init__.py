@@ -1,5 +1,7 @@
 """Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
+from typing import Never
+
 from shard_optim.bucket_layout import BucketPlan, Span, plan_buckets
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import FullyShardedDataParallel
@@ -25,28 +27,20 @@ __all__ = [
     "save",
 ]
 
-# Names of version 0.1, and the calls in their place.
+# Names that there were, and the calls in their place.
 _REPLACED = {
-    "save_checkpoint": "save(folder, optimizer=optimizer)",
-    "load_checkpoint": "load(folder, optimizer=optimizer)",
-    "save_fully_sharded": "save(folder, model, optimizer)",
-    "load_fully_sharded": "load(folder, model, optimizer)",
-    "full_optimizer_state": 'full_state(model, optimizer), whose "optimizer" it is',
-    "load_full_optimizer_state": "load_full_state(state, model, optimizer)",
-}
-
-# Classes that are options of one class now.
-_MERGED = {
     "OffloadedOptimizer": "ShardedOptimizer(params, optimizer_cls, offload_state=True)",
     "WholeMatrixOptimizer": 'ShardedOptimizer(matrices, optimizer_cls, partition="whole")',
+    "full_optimizer_state": 'full_state(model, optimizer), whose "optimizer" it is',
+    "load_checkpoint": "load(folder, optimizer=optimizer)",
+    "load_full_optimizer_state": "load_full_state(state, model, optimizer)",
+    "load_fully_sharded": "load(folder, model, optimizer)",
+    "save_checkpoint": "save(folder, optimizer=optimizer)",
+    "save_fully_sharded": "save(folder, model, optimizer)",
 }
 
 
-def __getattr__(name: str) -> object:
-    if name in _MERGED:  # an AttributeError would lose its text in "from shard_optim import ..."
-        raise ImportError(f"shard_optim.{name} has been replaced. Call {_MERGED[name]}.")
-    if name in _REPLACED:
-        raise AttributeError(
-            f"shard_optim.{name} has been replaced. Call shard_optim.{_REPLACED[name]}."
-        )
+def __getattr__(name: str) -> Never:
+    if name in _REPLACED:  # an AttributeError would lose its text in "from shard_optim import ..."
+        raise ImportError(f"{name} has been replaced. Call shard_optim.{_REPLACED[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -137,7 +137,8 @@ def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[
         lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
         lines += [
             f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
-            f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}"
+            f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}, strides "
+            f"{param.stride() if param.layout == torch.strided else 'none'}"
             for position, (param, name) in enumerate(zip(group["params"], names, strict=True))
         ]
     return lines

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
-    from bench_harness.core import Figure as Picture
-
 #: A vector picture past this size (many points) is embedded as PNG instead.
 _SVG_LIMIT_BYTES = 400_000
 
@@ -114,12 +112,12 @@ def svg_bytes(figure: Figure | Bars) -> bytes:
     return _DRAWN[figure]
 
 
-def data_uri(picture: Picture) -> str:
+def data_uri(figure: Figure | Bars) -> str:
     """A picture as a ``data:`` address for an offline page: SVG, or PNG where that is smaller."""
-    svg = svg_bytes(picture.figure)
+    svg = svg_bytes(figure)
     if len(svg) <= _SVG_LIMIT_BYTES:
         return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-    return "data:image/png;base64," + base64.b64encode(png_bytes(picture.figure)).decode()
+    return "data:image/png;base64," + base64.b64encode(png_bytes(figure)).decode()
 
 
 def _render(figure: Figure | Bars, file_format: str, *, transparent: bool = False) -> bytes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
+from bench_harness.display.timelines import timelines
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.workload import PRECISIONS, SIZES, billions
 
@@ -168,7 +169,7 @@ class Profile(Experiment):
         ]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Kernel time by kind of work: a bar per case and phase."""
+        """Kernel time by kind of work, a bar per case and phase, and the timelines of all cases."""
         done = row_tables.finished(rows)
         if "kind" not in done or done.empty:
             return []
@@ -182,7 +183,15 @@ class Profile(Experiment):
         }
         shown = {phase: bars for phase, bars in panels.items() if bars}
         title = "Kernel time of one step by kind of work"
-        return [Figure("profile_phases", title, Bars("ms", shown))] if shown else []
+        made = [Figure("profile_phases", title, Bars("ms", shown))] if shown else []
+        recorded = done[done["kind"] == "timeline"]
+        labels = recorded["label"].str.removeprefix("profile ")
+        lines = dict(zip(labels, recorded["timeline"], strict=True))
+        if lines:
+            title = "Every kernel of one step"
+            note = f"{done['spans'].dropna().iloc[0]}; phases are synchronised."
+            made.append(Figure("profile_timeline", title, timelines(lines), note))
+        return made
 
 
 def _by_kind(row: pd.Series[Any]) -> dict[str, float]:
@@ -257,6 +266,7 @@ def profiled(
 
 def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
     """Rows per phase, per kernel in a phase, and per part of attention."""
+    from bench_harness.traces.timeline import timeline
     from bench_harness.traces.trace import kernel_totals, time_inside
 
     rows: list[Row] = []
@@ -302,6 +312,11 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
             }
             for number, total in enumerate(shown, start=1)
         ]
+    windows = [window for phase in PHASES for window in trace.phases(phase)]
+    if windows:
+        whole = min(start for start, _ in windows), max(end for _, end in windows)
+        own = {"drawn": 0, "ranks": [{**timeline(trace, whole), "offset_ns": 0}]}
+        rows.append({"variant": "timeline", "kind": "timeline", "timeline": own})
     if "model" in config:  # the ranges are those of the built-in naive attention
         return rows
     scores = int(config["batch"]) * int(config["sequence"]) ** 2 * facts["num_layers"]

@@ -11,10 +11,10 @@ import pandas as pd
 from bench_harness import roofline
 from bench_harness.core import Bar, Bars, Column, Figure, Row, Table
 from bench_harness.display import row_tables
+from bench_harness.display.timelines import timelines
 from bench_harness.experiments.bucket_model import draw_fit, fit_table
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.traces import waterfall
-from bench_harness.traces.picture import draw_overlap
 from bench_harness.training import settings as of
 
 _Made = TypeVar("_Made")
@@ -299,10 +299,10 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
             made.append(
                 Figure(
                     f"train_step_overlap_{index}",
-                    f"Overlap: {cell['label'].iloc[0]}",
-                    draw_overlap(lines),
-                    "One step of each variant, on the rank that waited least for others; "
-                    f"{cell['spans'].iloc[0]}. Black line: its end.",
+                    f"Timeline: {cell['label'].iloc[0]}",
+                    timelines(lines),
+                    f"One profiled step of each variant; {cell['spans'].iloc[0]}. Its file shows "
+                    "the rank that waited least for others.",
                 )
             )
     broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]

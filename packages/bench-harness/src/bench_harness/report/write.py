@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.core import Row, Table, plural
+from bench_harness.core import Row, Table, Timelines, plural
 from bench_harness.display.bars import placed
 from bench_harness.display.cells import cell, is_missing, readable, split
 from bench_harness.display.plots import data_uri, png_bytes, svg_bytes
@@ -26,7 +26,6 @@ LEGEND = (
     "Bars and points are medians with their 95 % intervals. What is unsteady, or a ring, must not "
     "be quoted: its samples scatter or drift too much, or are too short for the timer."
 )
-_TEMPLATE = "page.html.jinja"
 
 #: How a text begins that a spreadsheet evaluates.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -54,10 +53,13 @@ def write(report: Report, folder: Path) -> Path:
                 replace_file(stem.with_suffix(".csv"), csv(table.frame).encode())
                 replace_file(stem.with_suffix(".md"), markdown(table).encode())
         for figure in list(section.figures):
+            drawn = figure.figure
+            if isinstance(drawn, Timelines):  # which a page shows, and no file
+                continue
             stem = figures / f"{section.name}-{figure.name}"
             with _or_left_out(section, section.figures, figure, f"picture {figure.name}"):
-                replace_file(stem.with_suffix(".png"), png_bytes(figure.figure))
-                replace_file(stem.with_suffix(".svg"), svg_bytes(figure.figure))
+                replace_file(stem.with_suffix(".png"), png_bytes(drawn))
+                replace_file(stem.with_suffix(".svg"), svg_bytes(drawn))
     page = folder / PAGE
     replace_file(page, render(report).encode())
     return page
@@ -83,6 +85,11 @@ def table_stem(experiment: str, title: str) -> str:
 
 def render(report: Report) -> str:
     """The page: one file that needs no network, with pictures inside."""
+    return rendered("page.html.jinja", report=report, flags=_FLAGS, legend=LEGEND, results=RESULTS)
+
+
+def rendered(template: str, **content: Any) -> str:
+    """A page of a template of this folder."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -92,22 +99,14 @@ def render(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    templates.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     templates.filters["cell"] = cell
     templates.tests["number"] = lambda value: (
         isinstance(value, numbers.Real) and not isinstance(value, bool)
     )
-    return templates.get_template(_TEMPLATE).render(
-        report=report,
-        flags=_FLAGS,
-        legend=LEGEND,
-        plural=plural,
-        readable=readable,
-        results=RESULTS,
-        table_stem=table_stem,
-        data_uri=data_uri,
-        placed=placed,
-        split=split,
-    )
+    helpers = (data_uri, placed, plural, readable, split, table_stem)
+    templates.globals |= {helper.__name__: helper for helper in helpers}
+    return templates.get_template(template).render(**content)
 
 
 def as_json(report: Report, page: Path) -> Row:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Names of the host's ranges around what ddp-lite launches for an exchange by copies.
 _EXCHANGE = "ddp_lite::exchange"
+#: How torch names what autograd runs for one node of the graph.
+_BACKWARD = "autograd::engine::evaluate_function"
 
 
 @contextmanager
@@ -70,6 +72,7 @@ def load(path: Path) -> Trace:
         if event.get("ph") == "X" and "dur" in event:
             by_category[event.get("cat", "")].append(event)
     ranges = [_event(e) for e in by_category["user_annotation"]]
+    backward = [_event(e) for e in by_category["cpu_op"] if str(e["name"]).startswith(_BACKWARD)]
     launches = {
         event.correlation: event
         for category in ("cuda_runtime", "cuda_driver")
@@ -93,6 +96,7 @@ def load(path: Path) -> Trace:
             operators=kernels,
             copies=[c for c in copies if not moves(c)],
             ranges=ranges,
+            backward=backward,
             launches=launches,
         )
     spans = [r for r in ranges if r.name.startswith("gloo:")]
@@ -110,6 +114,7 @@ def load(path: Path) -> Trace:
         communication=spans,
         operators=operators,
         ranges=ranges,
+        backward=backward,
         launches=launches,
     )
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_harness.core import Column, Row, Table
+from bench_harness.core import Column, Row, Table, Timelines
 from bench_harness.display import row_tables
+from bench_harness.display.timelines import timelines
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
-from bench_harness.traces.step import of_rank
+from bench_harness.traces.step import of_rank, over_ranks
 from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
 
 #: Kinds of work by their columns.
@@ -49,7 +50,7 @@ class Recording:
         spans: what the kernel table counts.
         kernels: totals, longest first.
         steps: how many steps the recording says it holds; 1 if it says nothing.
-        communication: as :func:`bench_harness.traces.step.of_rank` says it, and ``window_ms``.
+        communication: as :func:`bench_harness.traces.step.over_ranks` says it, and ``window_ms``.
     """
 
     name: str
@@ -148,9 +149,14 @@ def _timed(trace: Trace, name: str, tool: str) -> Recording:
         steps=max(1, steps),
         communication={
             "window_ms": (window[1] - window[0]) / 1e6,
-            **of_rank(trace, window, spans),
+            **over_ranks([of_rank(trace, window, spans)]),
         },
     )
+
+
+def timelines_of(recordings: Sequence[Recording]) -> Timelines:
+    """The recordings on one time axis."""
+    return timelines({each.name: each.communication["timeline"] for each in recordings})
 
 
 def tables(recordings: Sequence[Recording], *, most: int = 15) -> list[Table]:

@@ -76,6 +76,7 @@ class Trace:
         operators: units of the kernel tables: kernels (GPU), or every operator (CPU).
         copies: device memory copies and fills.
         ranges: user ranges of the host, phases included.
+        backward: nodes that autograd ran, as spans of the host.
         launches: correlation → host call that launched it.
     """
 
@@ -85,6 +86,7 @@ class Trace:
     operators: list[Event] = field(default_factory=list)
     copies: list[Event] = field(default_factory=list)
     ranges: list[Event] = field(default_factory=list)
+    backward: list[Event] = field(default_factory=list)
     launches: dict[int, Event] = field(default_factory=dict)
 
     def phases(self, name: str) -> list[Interval]:

@@ -32,7 +32,6 @@ from itertools import compress
 from typing import Any, Never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_lite.peer import schedule
@@ -61,7 +60,7 @@ class PeerCopies:
         memory: what the ranks share.
 
     Attributes:
-        memory: as given.
+        memory, group: as given, and its ranks.
         fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
@@ -78,7 +77,7 @@ class PeerCopies:
                 f"memory must be what the ranks share, but got {type(memory).__name__}. Build "
                 "PeerMemory(group) first"
             )
-        self.memory = memory
+        self.memory, self.group = memory, memory.group
         self._rank, self._world_size = memory.group.rank(), memory.group.size()
         on_cuda = memory.device.type == "cuda"
         self.fused = on_cuda
@@ -87,11 +86,6 @@ class PeerCopies:
         self._transfer: Transfer = self._singly
         self._plans: dict[tuple[object, ...], list[list[Layout]]] = {}
         self._slots: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks."""
-        return self.memory.group
 
     def average(self, tensors: Sequence[Tensor]) -> Waitable:
         """Starts replacing every element by its mean over the ranks.

@@ -113,9 +113,7 @@ def choose_communication(
 
 
 def chosen_hook(
-    group: dist.ProcessGroup,
-    bucket_bytes: Iterable[int],
-    device: torch.device,
+    group: dist.ProcessGroup, bucket_bytes: Iterable[int], device: torch.device
 ) -> tuple[PeerCopyAverage | None, Communication]:
     """The hook that ``choose_communication`` leads to, None for the group's collectives, and why.
 

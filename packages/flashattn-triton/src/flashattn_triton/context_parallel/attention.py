@@ -7,7 +7,7 @@ key, E head_dim of value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.choice import Way, choose, heads_of_piece
 from flashattn_triton.context_parallel.operator import context_forward, order_of_rank
+from flashattn_triton.context_parallel.peer_memory import in_words
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
 from flashattn_triton.inputs import check_dense
 from flashattn_triton.mask_and_bias import check_sinks
@@ -31,6 +32,9 @@ from flashattn_triton.problem import (
     normalise_flag,
 )
 
+#: How the ranks of a ring communicate.
+Communication = Literal["auto", "messages", "peer-copy"]
+
 
 class ContextKeywords(TypedDict, total=False):
     """Keywords of :func:`context_parallel_attention`."""
@@ -45,6 +49,7 @@ class ContextKeywords(TypedDict, total=False):
     return_lse: bool
     deterministic: bool | None
     implementation: Implementation
+    communication: Communication
 
 
 def context_parallel_attention(
@@ -80,6 +85,10 @@ def context_parallel_attention(
         return_lse: also return the logsumexp.
         deterministic: see ``scale``.
         implementation: see ``scale``.
+        communication: of a ring: "messages" are NCCL's or gloo's, "peer-copy" copies between GPUs
+            of one host, which take nothing from the kernels beside them but need memory of their
+            own: keys and values of a rank, and three times their gradients in fp32. "auto" copies
+            where that is possible.
 
     Returns:
         This rank's output, in the inputs' layout and dtype; with ``return_lse`` also the
@@ -145,9 +154,12 @@ def explain(
     choice = choose(order, band, heads, width, k.element_size())
     if choice.way == "ring":
         calls = sum(len(order.calls(ranks.rank(), x, band)) for x in range(ranks.size()))
+        asked = keywords.get("communication", "auto")
+        how = in_words(ranks, k.device) if asked == "auto" else f"by {asked}, as asked"
     else:
         calls = -(-heads // heads_of_piece(heads)) * len(order.calls(ranks.rank(), None, band))
-    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward"
+        how = "by collectives"
+    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward; {how}"
 
 
 def _attention(
@@ -167,6 +179,7 @@ def _attention(
         q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
         -1 if left is None else left, -1 if right is None else right, problem.scale,
         problem.softcap or 0.0, problem.deterministic, problem.implementation,
+        keywords.get("communication", "auto"),
     )  # fmt: skip
     if rows:
         out = out.unflatten(0, (rows, -1))  # "bshd"
@@ -185,6 +198,7 @@ def _alone(
     """The one call of a single rank."""
     options: dict[str, Any] = dict(keywords)
     options.pop("cu_seqlens", None)
+    options.pop("communication", None)
     if options.get("causal") is True:
         options["causal"] = "top-left"
     if starts is None:
@@ -209,6 +223,7 @@ def _packed_problem(
     return_lse: bool = False,
     deterministic: bool | None = None,
     implementation: Implementation = "auto",
+    communication: Communication = "auto",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None]:
     """Query, key and value as (tokens, heads, head_dim), what is asked for, and starts on the CPU.
 
@@ -218,6 +233,11 @@ def _packed_problem(
     """
     check_tensors(query=query, key=key, value=value)
     normalise_flag("return_lse", return_lse)
+    if communication not in get_args(Communication):
+        raise ValueError(
+            f"communication must be one of {', '.join(get_args(Communication))}, but got "
+            f"{communication!r}. Leave it out to let the ranks choose."
+        )
     starts = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):

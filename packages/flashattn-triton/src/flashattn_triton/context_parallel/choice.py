@@ -1,15 +1,14 @@
 """The choice between a ring and gathering heads, with its reason.
 
-Gathering computes faster: a query has all of its keys in one call, whose output is final, and
-there are more calls to hide the communication under. A ring sends only parts that the mask shows,
-and needs less memory where many ranks share few heads. With a window, sequences of different
-lengths have different masks between parts, and a call for each.
+A ring sends only parts that the mask shows, straight to where they are used, and copies between the
+GPUs of a host take nothing from the kernels beside them: on four H100s it was faster for every
+length (``docs/context-parallel.md``). With a window, sequences of different lengths have different
+masks between parts, and a ring has a call for each. Gathering has as few calls as one GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Literal, NamedTuple
 
 from flashattn_triton.context_parallel.zigzag import Band, Zigzag
@@ -21,6 +20,7 @@ Way = Literal["auto", "ring", "all-gather"]
 PIECES = 8
 _GIB = 2**30
 _LITTLE = _GIB  # in bytes
+_CALLS_A_PART = 3  # with more, a ring's parts are small
 
 
 class Choice(NamedTuple):
@@ -46,25 +46,14 @@ def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) 
         width: D + E, of key and value together.
         itemsize: bytes of a number.
     """
-    size, lengths = order.world_size, {b - a for a, b in itertools.pairwise(order.starts)}
-    if band != (None, 0) and len(lengths) == 1:
-        most = _most_sources(Zigzag(size, (0, *lengths)), band)
-        if 3 * most <= 2 * (size - 1):  # of the bytes, all of which would be gathered
-            reason = f"the mask shows a rank the tokens of at most {most} of {size - 1} others"
-            return Choice("ring", reason)
+    # All ranks have about as many, and must make one choice.
+    calls = sum(len(order.calls(0, source, band)) for source in range(order.world_size))
+    if calls <= _CALLS_A_PART * order.world_size:
+        return Choice("ring", "keys travel under the calls for other keys")
     # A part in use, one on its way, and fp32 gradients of two parts, and of those that come back.
     ring = order.longest * kv_heads * width * (2 * itemsize + 4 * 4)
     gathered = order.starts[-1] * heads_of_piece(kv_heads) * width * (2 * itemsize + 2 * 4)
     memory = f"{gathered / _GIB:.2f} GiB of keys and gradients, in a ring {ring / _GIB:.2f} GiB"
     if gathered > max(_LITTLE, 2 * ring):
-        return Choice("ring", f"less memory: {memory}")
-    return Choice("all-gather", f"one call for all keys of a query: {memory}")
-
-
-def _most_sources(order: Zigzag, band: Band) -> int:
-    """The number of other ranks whose keys the band shows to the rank that sees most."""
-    ranks = range(order.world_size)
-    return max(
-        sum(bool(order.calls(rank, source, band)) for source in ranks if source != rank)
-        for rank in ranks
-    )
+        return Choice("ring", f"less memory: gathered {memory}")
+    return Choice("all-gather", f"a ring would have {calls} calls: {memory}")

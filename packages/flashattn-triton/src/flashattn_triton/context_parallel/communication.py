@@ -56,28 +56,6 @@ class UnderWay(Generic[Result]):
         return self._finish()
 
 
-def exchange(
-    group: dist.ProcessGroup,
-    sent: tuple[Sequence[Tensor], int],
-    received: tuple[Sequence[Tensor], int],
-) -> UnderWay[Sequence[Tensor]]:
-    """Sends tensors to a rank of the group, and receives others from one; not empty ones."""
-    operations = [
-        dist.P2POp(operation, x, dist.get_global_rank(group, rank), group)
-        for operation, (tensors, rank) in ((dist.isend, sent), (dist.irecv, received))
-        for x in tensors
-        if x.numel()
-    ]
-    tensors = received[0]
-    return UnderWay(
-        group,
-        f"the exchange of keys, values or gradients with ranks {sent[1]} and {received[1]}",
-        lambda: dist.batch_isend_irecv(operations) if operations else [],
-        lambda: tensors,
-        sent,
-    )
-
-
 def gather(group: dist.ProcessGroup, order: Zigzag, own: Tensor) -> UnderWay[Tensor]:
     """Tokens of all ranks: (n, ...) of each to (tokens, ...), as the sequences are packed."""
     sent = padded(own, order.longest)

@@ -35,7 +35,7 @@ _WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 _ARGUMENTS = (
     "Tensor? sinks, Tensor? cu_seqlens, int rows, str way, str group, int left, int right, "
-    "float scale, float softcap, bool deterministic, str implementation"
+    "float scale, float softcap, bool deterministic, str implementation, str communication"
 )
 
 
@@ -84,7 +84,7 @@ def context_backward(
 def _setting(
     direction: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
     cu_seqlens: Tensor | None, rows: int, way: str, group: Any, left: int, right: int, scale: float,
-    softcap: float, deterministic: bool, implementation: Any,
+    softcap: float, deterministic: bool, implementation: Any, communication: str,
 ) -> tuple[str, Setting]:  # fmt: skip
     """The way and what it needs, once all ranks have agreed on it. Collective.
 
@@ -101,6 +101,7 @@ def _setting(
         tokens = "as cu_seqlens says" if n == expected else f"{n} instead of {expected}"
     facts = (
         ("pass", f"{direction}, {way}"),
+        ("communication", communication),
         ("tokens of a rank", tokens),
         ("query", f"{query.dtype} {tuple(query.shape[1:])}"),
         ("key", str(tuple(key.shape[1:]))),
@@ -120,6 +121,7 @@ def _setting(
         order=order,
         band=band,
         sinks=sinks,
+        communication=communication,
         options={
             "scale": scale,
             "softcap": softcap or None,

@@ -1,9 +1,10 @@
 """The two ways for keys and values to reach the queries of all ranks, forward and backward.
 
 ``ring``: at step s a rank attends to the keys of the rank s before it, which come straight from
-there while the step before computes. Outputs in fp32 are joined by their logsumexps. In the
-backward pass, a step's gradients of keys and values go back to their rank in fp32, and are added up
-there (arXiv:2310.01889). A part that the mask hides is neither sent nor computed.
+there while the step before computes (:mod:`.transfers`). Outputs in fp32 are joined by their
+logsumexps. In the backward pass, a step's gradients of keys and values go back to their rank in
+fp32, and are added up there (arXiv:2310.01889). A part that the mask hides is neither sent nor
+computed.
 
 ``all_gather``: a few heads of keys and values of all ranks are gathered while the heads before them
 compute. Every query has all of its keys in one call, so that there is nothing to join. In the
@@ -11,7 +12,7 @@ backward pass, gradients of a few heads are summed in fp32 by a reduce-scatter u
 
 Both take packed tensors, query (n, H, D), key (n, G, D) and value (n, G, E), with a rank's tokens
 in zigzag order (:mod:`.zigzag`). They need the same bytes between ranks. The communication of a
-step is started before its products: NCCL runs it on a stream of its own.
+step is started before its products, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.choice import heads_of_piece
-from flashattn_triton.context_parallel.communication import UnderWay, exchange, gather, sum_of_own
+from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
+from flashattn_triton.context_parallel.peer_memory import memory_for
+from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords
@@ -36,14 +39,15 @@ from flashattn_triton.problem import OptionKeywords
 class Setting:
     """One rank's place in the problem.
 
-    ``sinks``: (H,) or None. ``options``: keywords of every call: scale, softcap, deterministic and
-    implementation.
+    ``sinks``: (H,) or None. ``communication``: of a ring. ``options``: keywords of every call:
+    scale, softcap, deterministic and implementation.
     """
 
     group: dist.ProcessGroup
     order: Zigzag
     band: Band
     sinks: Tensor | None
+    communication: str
     options: OptionKeywords
 
     @property
@@ -54,6 +58,10 @@ class Setting:
     def calls(self, source: int | None, rank: int | None = None) -> tuple[Call, ...]:
         """The calls for this rank's queries and the keys of ``source``, of all ranks if None."""
         return self.order.calls(self.rank if rank is None else rank, source, self.band)
+
+    def is_read(self, step: int) -> bool:
+        """Whether the rank ``step`` behind this one has calls for this rank's keys."""
+        return bool(self.calls(self.rank, (self.rank + step) % self.group.size()))
 
 
 class Results(NamedTuple):
@@ -79,13 +87,19 @@ def ring_forward(
     setting: Setting, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output (n, H, E) in query's dtype, and logsumexp (H, n)."""
-    out, lse = _before_all_keys(query, value, torch.float32)
-    if setting.sinks is not None:  # keys without a value, before all others
-        lse.copy_(setting.sinks.unsqueeze(-1))
-    for _, calls, (k, v) in _parts(setting, key, value):
+    found: tuple[Tensor, Tensor] | None = None
+    for _, calls, (k, v) in _parts(setting, _transfers(setting, key, value, 0)):
         for call in calls:
-            part = _attend(setting, call, query, k, v, out_dtype=torch.float32)
-            join(out[call.queries], lse[:, call.queries], *part)
+            # Sinks are keys without a value, before all others.
+            sinks = setting.sinks if found is None else None
+            if found is None and call.queries != slice(0, len(query)):
+                found, sinks = _before_all_keys(query, value, torch.float32, sinks), None
+            part = _attend(setting, call, query, k, v, sinks=sinks, out_dtype=torch.float32)
+            if found is None:
+                found = part
+            else:
+                join(found[0][call.queries], found[1][:, call.queries], *part)
+    out, lse = found or _before_all_keys(query, value, torch.float32, setting.sinks)
     return out.to(query.dtype), lse
 
 
@@ -93,46 +107,53 @@ def ring_backward(
     setting: Setting, query: Tensor, key: Tensor, value: Tensor, results: Results
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value in fp32."""
-    rank, size = setting.rank, setting.group.size()
+    transfers = _transfers(setting, key, value, SLOTS)
     dq = _zeros(query)
     dk, dv = own = _zeros(key), _zeros(value)
     returning: list[UnderWay[Sequence[Tensor]]] = []  # of the step before
-    for step, calls, (k, v) in _parts(setting, key, value):
-        sums = own if step == 0 else (_zeros(k), _zeros(v))
+    for step, calls, (k, v) in _parts(setting, transfers):
+        sums = own if step == 0 else transfers.zeros(step, len(k))
         for call in calls:
             _differentiate(setting, call, (query, k, v), results, (dq, *sums))
         _add_arrived(own, returning)
-        if step == 0:
-            continue
-        reader = (rank + step) % size
-        received = [torch.empty_like(x) for x in own] if setting.calls(rank, reader) else []
-        sent = (sums, (rank - step) % size)
-        returning.append(exchange(setting.group, sent, (received, reader)))
+        if step > 0:
+            returning.append(transfers.give_back(step, sums, is_read=setting.is_read(step)))
     _add_arrived(own, returning)
     return dq, dk, dv
 
 
+def _transfers(setting: Setting, key: Tensor, value: Tensor, slots: int) -> Transfers:
+    """How keys and values travel, and gradients of up to ``slots`` steps at a time come back."""
+    own, rows = (key.contiguous(), value.contiguous()), setting.order.longest
+    if setting.communication != "messages" and key.is_cuda:
+        memory = memory_for(setting.group, key.device, Copies.nbytes(own, rows, slots))
+        if not isinstance(memory, str):
+            return Copies(memory, setting.group, own, rows)
+        if setting.communication == "peer-copy":
+            raise ValueError(
+                'communication="peer-copy" must have GPUs that can read each other\'s memory, but '
+                f'{memory}. Pass "auto" or "messages".'
+            )
+    return Messages(setting.group, own)
+
+
 def _parts(
-    setting: Setting, key: Tensor, value: Tensor
+    setting: Setting, transfers: Transfers
 ) -> Iterator[tuple[int, tuple[Call, ...], Sequence[Tensor]]]:
     """For every step, the calls for the keys of its part, and these keys and values.
 
     While the caller uses a part, the next one is on its way. A part that is hidden has no rows.
     """
     rank, size = setting.rank, setting.group.size()
-    own = [key.contiguous(), value.contiguous()]
-    part: Sequence[Tensor] = own
+    part: Sequence[Tensor] = transfers.own
     coming: UnderWay[Sequence[Tensor]] | None = None
     for step in range(size):
         if coming is not None:
             part = coming.wait()
-        coming = None
         if step + 1 < size:
-            source, reader = (rank - step - 1) % size, (rank + step + 1) % size
-            n = setting.order.length(source) if setting.calls(source) else 0
-            received = [x.new_empty(n, *x.shape[1:]) for x in own]
-            sent = own if setting.calls(rank, reader) else []
-            coming = exchange(setting.group, (sent, reader), (received, source))
+            source = (rank - step - 1) % size
+            rows = setting.order.length(source) if setting.calls(source) else 0
+            coming = transfers.fetch(step + 1, rows, is_read=setting.is_read(step + 1))
         yield step, setting.calls((rank - step) % size), part
 
 
@@ -142,17 +163,23 @@ def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     With L the logsumexp of both, the weights exp(lse - L) and exp(part_lse - L) sum to one, and the
     second one is sigmoid(part_lse - lse).
     """
+    if out.is_cuda:
+        from flashattn_triton.context_parallel.join_kernel import join_on_gpu  # needs Triton
+
+        join_on_gpu(out, lse, part, part_lse)
+        return
     weight = torch.sigmoid(part_lse - lse)
     weight = weight.masked_fill_(torch.isneginf(part_lse), 0.0)  # -inf - -inf is NaN
     out.lerp_(part, weight.T.unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
-def _add_arrived(sums: Sequence[Tensor], transfers: list[UnderWay[Sequence[Tensor]]]) -> None:
-    for transfer in transfers:
-        for total, part in zip(sums, transfer.wait(), strict=False):
-            total += part
-    transfers.clear()
+def _add_arrived(sums: Sequence[Tensor], returning: list[UnderWay[Sequence[Tensor]]]) -> None:
+    for transfer in returning:
+        for total, part in zip(sums, transfer.wait(), strict=True):
+            if len(part):
+                total += part
+    returning.clear()
 
 
 # -- all-gather ------------------------------------------------------------------------------------
@@ -216,10 +243,14 @@ def _gathered(
 # -- calls -----------------------------------------------------------------------------------------
 
 
-def _before_all_keys(query: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of queries that have seen no key."""
+def _before_all_keys(
+    query: Tensor, value: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of queries that have seen no key but sinks."""
     out = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=dtype)
     lse = query.new_full((query.shape[1], len(query)), float("-inf"), dtype=torch.float32)
+    if sinks is not None:
+        lse.copy_(sinks.unsqueeze(-1))
     return out, lse
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -159,13 +159,31 @@ def _calls(order: Zigzag, rank: int, source: int | None, band: Band) -> tuple[Ca
         keys = [[Chunk(0, end - start, start)] for start, end in lengths]
     else:
         keys = order._chunks[source]
+    if source == rank and band == (None, 0):  # a late chunk sees all of an early one
+        queries = keys = [[Chunk(0, b.at + b.end - b.start - a.at, a.at)] for a, b in queries]
     layers: dict[Mask, list[list[Rectangle]]] = {}
     for of_queries, of_keys in zip(queries, keys, strict=True):
-        for q, k in itertools.product(of_queries, of_keys):
-            found = rectangle(q, k, band)
-            if found is not None:
-                _add(layers.setdefault(found.mask, []), found)
+        pairs = itertools.product(of_queries, of_keys)
+        for found in _joined(filter(None, (rectangle(q, k, band) for q, k in pairs))):
+            _add(layers.setdefault(found.mask, []), found)
     return tuple(_call(layer) for of_mask in layers.values() for layer in of_mask)
+
+
+def _joined(rectangles: Iterable[Rectangle]) -> list[Rectangle]:
+    """Rectangles, of which neighbours without a mask that make a larger one are joined."""
+    found: list[Rectangle] = []
+    for q, k, mask in rectangles:
+        while found and found[-1].mask == mask == (False, None):
+            before = found[-1]
+            if before.queries == q and before.keys[1] == k[0]:
+                k = (before.keys[0], k[1])
+            elif before.keys == k and before.queries[1] == q[0]:
+                q = (before.queries[0], q[1])
+            else:
+                break
+            found.pop()
+        found.append(Rectangle(q, k, mask))
+    return found
 
 
 def rectangle(q: Chunk, k: Chunk, band: Band) -> Rectangle | None:

@@ -1,0 +1,183 @@
+"""How keys travel round a ring, and how their gradients come back: by messages, or by copies.
+
+At step s of a pass, a rank uses the keys and values of the rank s before it, and the rank s behind
+it those of this rank. Messages go by NCCL or gloo. NCCL's kernels take multiprocessors that the
+attention kernel, which fills the GPU, then waits for. Between GPUs of one host, ranks copy out of
+each other's memory instead: copy engines do that beside any kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashattn_triton.context_parallel.communication import UnderWay
+from flashattn_triton.context_parallel.peer_memory import PeerMemory
+
+#: Gradients that can be waiting for the rank that copies them. With three a rank may be two steps
+#: ahead of another one.
+SLOTS = 3
+_ALIGNMENT = 256  # bytes
+
+
+class Transfers(Protocol):
+    """One pass over the ring. All ranks make the same calls."""
+
+    #: Keys and values of this rank.
+    own: tuple[Tensor, Tensor]
+
+    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
+        """Keys and values of the rank ``step`` before this one.
+
+        Args:
+            step: 1 to the number of ranks - 1.
+            rows: that the other rank has; 0 if it sends nothing.
+            is_read: whether the rank ``step`` behind this one needs those of this rank.
+        """
+
+    def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
+        """For the gradients of what was fetched in this step, fp32."""
+
+    def give_back(
+        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
+    ) -> UnderWay[Sequence[Tensor]]:
+        """Returns gradients of this step to their rank.
+
+        Brings those that the rank ``step`` behind this one has, if it read this rank's keys.
+        """
+
+
+class Messages:
+    """Sends and receives."""
+
+    def __init__(self, group: dist.ProcessGroup, own: tuple[Tensor, Tensor]) -> None:
+        self.own = own
+        self._group = group
+
+    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
+        """See :class:`Transfers`."""
+        received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
+        return self._exchange(self.own if is_read else (), step, received, -step)
+
+    def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
+        """See :class:`Transfers`."""
+        k, v = (x.new_zeros(rows, *x.shape[1:], dtype=torch.float32) for x in self.own)
+        return k, v
+
+    def give_back(
+        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
+    ) -> UnderWay[Sequence[Tensor]]:
+        """See :class:`Transfers`."""
+        rows = len(self.own[0]) if is_read else 0
+        received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
+        return self._exchange(sums, -step, received, step)
+
+    def _exchange(
+        self, sent: Sequence[Tensor], ahead: int, received: Sequence[Tensor], behind: int
+    ) -> UnderWay[Sequence[Tensor]]:
+        """Sends to the rank ``ahead`` of this one and receives from that ``behind``."""
+        rank, size = self._group.rank(), self._group.size()
+        target, source = (rank + ahead) % size, (rank + behind) % size
+        operations = [
+            dist.P2POp(operation, x, dist.get_global_rank(self._group, peer), self._group)
+            for operation, tensors, peer in (
+                (dist.isend, sent, target), (dist.irecv, received, source)
+            )
+            for x in tensors
+            if x.numel()
+        ]  # fmt: skip
+        return UnderWay(
+            self._group,
+            f"the exchange of keys, values or gradients with ranks {target} and {source}",
+            lambda: dist.batch_isend_irecv(operations) if operations else [],
+            lambda: received,
+            sent,
+        )
+
+
+class Copies:
+    """Copies out of the memory of other ranks, on a stream beside the current one.
+
+    Every rank's memory has its keys and values, which no rank writes during a pass, and slots for
+    gradients that wait for their rank. Ranks meet before they write what others may still be
+    reading, and before they read what others have written.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, group: dist.ProcessGroup, own: tuple[Tensor, Tensor], rows: int
+    ) -> None:
+        self.own = own
+        self._memory, self._group, self._rows = memory, group, rows
+        self._rank, self._size = group.rank(), group.size()
+        with memory.beside():
+            memory.meet(group)  # no copy of the pass before is under way
+            for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
+                target.copy_(x)
+            memory.meet(group)
+        self._met = {0: memory.mark()}  # by steps
+
+    @staticmethod
+    def nbytes(own: tuple[Tensor, Tensor], rows: int, slots: int) -> int:
+        """Memory of a rank, with slots for gradients of up to ``rows`` tokens."""
+        keys = sum(_aligned(rows * x[0].numel() * x.element_size()) for x in own)
+        return keys + slots * sum(_aligned(rows * x[0].numel() * 4) for x in own)
+
+    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
+        """See :class:`Transfers`."""
+        source = (self._rank - step) % self._size
+        received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
+        return self._copy("keys and values", source, self._keys_of(source, rows), received)
+
+    def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
+        """See :class:`Transfers`."""
+        self._met[max(step - SLOTS + 1, 0)].wait()  # the slot's last gradients have been copied
+        k, v = self._slot_of(self._rank, step, rows)
+        return k.zero_(), v.zero_()
+
+    def give_back(
+        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
+    ) -> UnderWay[Sequence[Tensor]]:
+        """See :class:`Transfers`."""
+        with self._memory.beside():
+            self._memory.meet(self._group)
+        self._met[step] = self._memory.mark()
+        rows = len(self.own[0]) if is_read else 0
+        reader = (self._rank + step) % self._size
+        received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
+        return self._copy("gradients", reader, self._slot_of(reader, step, rows), received)
+
+    def _copy(
+        self, what: str, rank: int, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> UnderWay[Sequence[Tensor]]:
+        def start() -> Sequence[torch.cuda.Event]:
+            with self._memory.beside():
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source)
+            return [self._memory.mark()]
+
+        what = f"the copy of {what} of rank {rank}"
+        return UnderWay(self._group, what, start, lambda: targets, sources)
+
+    def _keys_of(self, rank: int, rows: int) -> list[Tensor]:
+        at, found = 0, []
+        for x in self.own:
+            row, size = x[0].numel(), x.element_size()
+            found.append(self._memory.view(rank, at, (rows, *x.shape[1:]), x.dtype))
+            at += _aligned(self._rows * row * size)
+        return found
+
+    def _slot_of(self, rank: int, step: int, rows: int) -> list[Tensor]:
+        at = self.nbytes(self.own, self._rows, (step - 1) % SLOTS)
+        found = []
+        for x in self.own:
+            found.append(self._memory.view(rank, at, (rows, *x.shape[1:]), torch.float32))
+            at += _aligned(self._rows * x[0].numel() * 4)
+        return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

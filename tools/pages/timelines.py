@@ -1,0 +1,112 @@
+"""Drawings of timelines for pages, and published timelines of before names were kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from bench_harness.core import Row, Timelines
+from bench_harness.display.bars import COLOURS
+from bench_harness.display.plots import new_figure
+from bench_harness.traces.timeline import WORK
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Gaps narrower than this share of the window cannot be seen in a drawing and are closed.
+_RESOLUTION = 1 / 2000
+#: A start and a length.
+_Bars: TypeAlias = list[tuple[float, float]]
+
+
+def draw(timelines: Timelines) -> Figure:
+    """Computation above communication of each variant, on one time axis from the step's start."""
+    from matplotlib.patches import Patch
+
+    colour = {"computation": COLOURS[0], "late": COLOURS[3], "communication": COLOURS[1]}
+    lines = {name: bars_of(line) for name, line in timelines.items()}
+    figure, axes = new_figure(width=9, height=0.9 + 0.85 * len(lines))
+    plot = axes[0, 0]
+    for y, (variant, (window, exposed, lanes)) in enumerate(lines.items()):
+        plot.annotate(variant, (0, y - 0.03), va="bottom", fontsize="small")
+        for name, bars in lanes.items():
+            top = y + 0.32 * (name == "communication")
+            plot.broken_barh(bars, (top, 0.29), color=colour[name], linewidth=0)
+        plot.plot([window] * 2, [y - 0.03, y + 0.65], "k-", linewidth=1)
+        plot.annotate(f" {exposed:.3g} ms exposed", (window, y + 0.31),
+                      va="center", fontsize="small")  # fmt: skip
+    plot.set_yticks([])
+    plot.set_ylim(len(lines) - 0.15, -0.3)
+    plot.set_xlim(0, 1.15 * max(window for window, _, _ in lines.values()))
+    plot.set_xlabel("time since the step began (ms)")
+    plot.grid(visible=False)
+    names = {"computation": "computation", "communication": "communication"}
+    if any(lanes["late"] for _, _, lanes in lines.values()):
+        names["late"] = "waiting for a late gather"
+    handles = [Patch(color=colour[name], label=text) for name, text in names.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3)
+    return figure
+
+
+def bars_of(line: Row) -> tuple[float, float, dict[str, _Bars]]:
+    """Of the rank that is drawn: its step and its exposed communication in ms, and its bars."""
+    rank = line["ranks"][line["drawn"]]
+    gap = rank["window_ns"] * _RESOLUTION
+    spans: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": []}
+    for lane in rank["lanes"]:
+        end = 0
+        for space, duration, name in zip(*[iter(lane["spans"])] * 3, strict=True):
+            start, end = end + space, end + space + duration
+            if (work := rank["work"][name]) != WORK.index("copy"):
+                where = "communication" if work == WORK.index("communication") else "computation"
+                spans[where].append((start, end))
+    return (
+        rank["window_ns"] / 1e6,
+        rank["exposed_ns"] / 1e6,
+        {
+            "computation": _joined(spans["computation"], gap),
+            "late": _joined(rank["late"], gap),
+            "communication": _joined(spans["communication"], gap),
+        },
+    )
+
+
+def _joined(spans: Iterable[Sequence[int]], gap: float) -> _Bars:
+    """Starts and lengths in ms, with narrow gaps closed."""
+    joined: list[list[int]] = []
+    for start, end in sorted(map(tuple, spans)):
+        if joined and start <= joined[-1][1] + gap:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([start, end])
+    return [(start / 1e6, (end - start) / 1e6) for start, end in joined]
+
+
+def renewed(row: Row) -> Row:
+    """A row whose timeline has names; one of before names were kept holds merged spans."""
+    line = row.get("timeline")
+    if not isinstance(line, dict) or "compute_us" not in line:
+        return row
+    return {**row, "timeline": {"drawn": 0, "ranks": [_without_names(line)]}}
+
+
+def _without_names(line: Row) -> Row:
+    lanes = []
+    for position, (name, key) in enumerate(
+        (("computation", "compute_us"), ("communication", "communication_us"))
+    ):
+        before, flat = 0, list[int]()
+        for start, end in ((int(1e3 * s), int(1e3 * e)) for s, e in line[key]):
+            flat += (start - before, end - start, position)
+            before = end
+        lanes.append({"name": name, "spans": flat})
+    return {
+        "window_ns": int(1e3 * line["window_us"]),
+        "exposed_ns": int(1e6 * line["exposed_ms"]),
+        "names": ["computation (names not kept)", "communication (names not kept)"],
+        "work": [WORK.index("other"), WORK.index("communication")],
+        "lanes": lanes,
+        "phases": [],
+        "late": [[int(1e3 * end) for end in span] for span in line.get("late_us", [])],
+        "offset_ns": 0,
+    }
