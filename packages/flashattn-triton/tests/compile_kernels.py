@@ -87,6 +87,7 @@ class Request:
             "alibi_slopes": torch.empty(batch, heads, device="meta"),
             "bias": torch.empty(1, heads, length, length, device="meta"),
             "prefix_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
+            "mask": torch.empty(batch, length, dtype=torch.uint8, device="meta"),
         }
         return MaskAndBias(**{name: tensors[name] for name in self.tensors})
 

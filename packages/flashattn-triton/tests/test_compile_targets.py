@@ -68,7 +68,7 @@ TENSORS = [
     for request in requests(kind[0])
     if kind == (request["architecture"], request["head_dim"], request["dtype"])
 ]
-# With a bias alone and the tiles that were measured for it.
+# With a bias, alone or beside a mask of keys, and the tiles that were measured for it.
 WITH_BIAS = [
     {
         "architecture": 90,
@@ -77,9 +77,10 @@ WITH_BIAS = [
         "tiling": tiling_for(232448, head_dim, torch.bfloat16, bias=True).pack(),
         "options": {"causal": True},
         "backward": False,
-        "tensors": ["bias"],
+        "tensors": tensors,
     }
     for head_dim in (64, 128)
+    for tensors in (["bias"], ["bias", "mask"])
 ]
 COMPILING = Background(
     SCRIPT,

@@ -348,6 +348,7 @@ def arguments_of(implementation: str) -> tuple[Any, ...]:
         torch.rand(2, 4, device=DEVICE),
         torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
         torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
+        torch.ones(2, 33, device=DEVICE, dtype=torch.uint8),
         torch.randn(4, device=DEVICE, requires_grad=True),
         None,
         None,
@@ -513,7 +514,7 @@ def test_a_call_without_them_is_the_call_it_was() -> None:
     assert not specialization.alibi
     assert not specialization.prefix
     assert specialization.bias_strides == (None,) * 4
-    assert operator_arguments(new_problem(head_dim=16))[:6] == (None,) * 6
+    assert operator_arguments(new_problem(head_dim=16))[:7] == (None,) * 7
 
 
 # ---- flash-attn's functions ----------------------------------------------------------------------

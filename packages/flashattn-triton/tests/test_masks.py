@@ -85,6 +85,22 @@ def test_a_pair_bias_beside_a_key_mask_as_in_evoformer() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_key_mask_and_a_bias_are_not_added_up() -> None:
+    inputs = leaves(3)
+    bias = torch.randn(1, 4, 18, 21, device=DEVICE, requires_grad=True)
+    saved = []
+
+    def keep(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    mask = torch.rand(3, 1, 1, 21, device=DEVICE) > 0.4
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        flash_attention(*inputs, mask=mask, bias=bias)
+    assert any(x.data_ptr() == bias.data_ptr() for x in saved)
+    assert not [x for x in saved if x.shape == (3, 4, 18, 21)]
+
+
 def test_tiles_of_keys_that_a_mask_hides_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     visited = []
     scores = ScoreTiles.scores

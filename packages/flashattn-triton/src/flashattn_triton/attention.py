@@ -142,9 +142,10 @@ def flash_attention(
             the soft-cap; -inf hides a key, and so does what is -8192 or less. Differentiable; its
             gradient is summed in a fixed order over the dimensions that share it.
         mask: bool, broadcastable to (B, H, N_q, N_k), True where a key is visible; joins the other
-            masks. A mask that queries share, (B, 1, 1, N_k), costs as many numbers as it has; with
-            a bias too, the tensor to which both broadcast exists. Keys and values that it hides
-            from all queries are copied as zeros, so that they may hold NaN.
+            masks. One that heads and queries share, (B, 1, 1, N_k), costs a byte for each key,
+            beside a bias too; any other is a bias, or joins the bias in the tensor to which both
+            broadcast. Keys and values that it hides from all queries are copied as zeros, so that
+            they may hold NaN.
         prefix_lengths: (B,) integers, with a causal mask and no window: every query also sees the
             first keys of its sequence, that many.
         document_ids: (B, N) integers, for self-attention within documents that share rows: a token
@@ -192,7 +193,7 @@ def flash_attention(
             refuse_with_packed_rows("key_lengths", mask=mask)
         check_layout(layout)
         in_one_batch(query, key, value)
-        bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
+        mask, bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
     if (
         document_ids is not None
         or key_lengths is not None
@@ -201,9 +202,9 @@ def flash_attention(
     ):
         return _in_four_dimensions(
             query, key, value, document_ids, max_documents, key_lengths, layout, return_lse,
-            (alibi_slopes, bias, prefix_lengths, sinks), causal=causal, scale=scale, window=window,
-            softcap=softcap, deterministic=deterministic, implementation=implementation,
-            tiling=tiling, out_dtype=out_dtype,
+            (alibi_slopes, bias, prefix_lengths, mask, sinks), causal=causal, scale=scale,
+            window=window, softcap=softcap, deterministic=deterministic,
+            implementation=implementation, tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
@@ -213,8 +214,8 @@ def flash_attention(
         tiling, out_dtype,
     )  # fmt: skip
     given = NOTHING
-    if not (alibi_slopes is bias is prefix_lengths is sinks is None):
-        given = (alibi_slopes, bias, prefix_lengths, sinks, None, None)
+    if not (alibi_slopes is bias is prefix_lengths is mask is sinks is None):
+        given = (alibi_slopes, bias, prefix_lengths, mask, sinks, None, None)
     if problem.implementation == "reference":
         out, lse = _reference(problem, query, key, value, given)
     else:
@@ -331,7 +332,7 @@ def flash_attention_varlen(
             )
     if cu_seqlens_q.dtype is not torch.int32 or cu_seqlens_k.dtype is not torch.int32:
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
-    given = (alibi_slopes, None, prefix_lengths, sinks, cu_seqlens_q, cu_seqlens_k)
+    given = (alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
     if type(max_seqlen_q) not in _LENGTHS or type(max_seqlen_k) not in _LENGTHS:
         max_seqlen_q, max_seqlen_k = as_length(max_seqlen_q), as_length(max_seqlen_k)
     if (
@@ -403,7 +404,7 @@ def _in_four_dimensions(
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
-    alibi_slopes, bias, prefix_lengths, sinks = tensors
+    alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
     if document_ids is not None:
         refuse_with_packed_rows(
             "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
@@ -426,6 +427,7 @@ def _in_four_dimensions(
         alibi_slopes=alibi_slopes,
         bias=bias,
         prefix_lengths=prefix_lengths,
+        mask=mask,
         sinks=sinks,
         leading=query.shape[:-3],
         heads=q.shape[1],
@@ -439,6 +441,7 @@ def _in_four_dimensions(
         alibi_slopes=resolved.alibi_slopes,
         bias=resolved.bias,
         prefix_lengths=resolved.prefix_lengths,
+        mask=None if resolved.mask is None else resolved.mask[:, None, None, :] != 0,
         sinks=resolved.sinks,
         **keywords,
     )

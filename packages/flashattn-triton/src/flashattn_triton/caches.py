@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flashattn_triton.documents import attend_in_joined_rows
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.problem import OptionKeywords
 
@@ -74,13 +75,8 @@ def attend_to_cache(
             f"length for each row, but got {key_lengths.dtype} of shape "
             f"{tuple(key_lengths.shape)} on {key_lengths.device}. Count the keys that are filled."
         )
-    q, k, v = (x.transpose(-3, -2) if layout == "bhsd" else x for x in (query, key, value))
-    n_queries, n_keys = q.shape[-3], k.shape[-3]
+    tensors = [x.transpose(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+    n_queries, n_keys = tensors[0].shape[-3], tensors[1].shape[-3]
     starts = starts_of_cache(key_lengths.reshape(-1), n_queries, n_keys)
-    out, lse = attend(
-        *(x.reshape(-1, *x.shape[-2:]) for x in (q, k, v)), *starts, n_queries, n_keys,
-        return_lse=True, **keywords,
-    )  # fmt: skip
-    out = out.reshape(*q.shape[:-1], out.shape[-1])
-    lse = lse.reshape(lse.shape[0], *leading, n_queries).movedim(0, -2)
-    return out.transpose(-3, -2) if layout == "bhsd" else out, lse
+    places = (*starts, n_queries, n_keys)
+    return attend_in_joined_rows(attend, tensors, places, layout, **keywords)

@@ -288,12 +288,13 @@ def explain(
     check_layout(layout)
     leading, batch = query.shape[:-3], in_one_batch(query, key, value)
     if mask is not None:
-        bias, *_ = with_mask(mask, bias, query, key, value, layout or "bhsd")
+        mask, bias, *_ = with_mask(mask, bias, query, key, value, layout or "bhsd")
     query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
     mask_and_bias = resolve_mask_and_bias(
         alibi_slopes=alibi_slopes,
         bias=bias,
         prefix_lengths=prefix_lengths,
+        mask=mask,
         sinks=sinks,
         leading=leading,
         heads=query.shape[1],

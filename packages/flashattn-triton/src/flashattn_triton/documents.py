@@ -7,7 +7,8 @@ heads, N tokens of a row, D head_dim, E head_dim of value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -133,20 +134,29 @@ def attend_to_documents(
             f"same slopes."
         )
     cu_seqlens, longest = cu_seqlens_of(document_ids, max_documents)
-    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in tokens_first)
-    out, lse = attend(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        return_lse=True,
-        **keywords,
-    )
-    out = out.reshape(*document_ids.shape, *out.shape[1:])
-    lse = lse.reshape(lse.shape[0], *document_ids.shape).movedim(0, -2)
+    attend = functools.partial(attend, alibi_slopes=alibi_slopes, sinks=sinks)
+    places = (cu_seqlens, cu_seqlens, longest, longest)
+    return attend_in_joined_rows(attend, tokens_first, places, layout, **keywords)
+
+
+def attend_in_joined_rows(
+    attend: Callable[..., Any],
+    tensors: Sequence[Tensor],
+    places: tuple[Any, ...],
+    layout: str,
+    **keywords: Any,
+) -> tuple[Tensor, Tensor]:
+    """Output in ``layout`` and logsumexp (..., H, N_q) of (..., N, H, D) tensors.
+
+    Args:
+        attend: ``flash_attention_varlen``, which gets all rows as one.
+        tensors: query, key and value.
+        places: of sequences in joined rows: its two ``cu_seqlens`` and ``max_seqlen``.
+        layout: "bhsd" or "bshd".
+    """
+    rows = tensors[0].shape[:-2]
+    joined = (x.reshape(-1, *x.shape[-2:]) for x in tensors)
+    out, lse = attend(*joined, *places, return_lse=True, **keywords)
+    out = out.reshape(*rows, *out.shape[1:])
+    lse = lse.reshape(lse.shape[0], *rows).movedim(0, -2)
     return out.movedim(-2, -3) if layout == "bhsd" else out, lse

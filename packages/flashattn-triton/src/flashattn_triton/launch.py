@@ -27,7 +27,9 @@ _LONGEST_STRIDE = 2**40
 
 
 # The kernels' parameters for tensors that may come with query, key and value.
-_GIVEN = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr")
+_GIVEN = (
+    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr",
+)  # fmt: skip
 Strides = tuple[int, ...]
 # Shape, strides and dtype of a tensor.
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
@@ -54,11 +56,11 @@ class Packing(NamedTuple):
 
 
 def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
-    """The kernels' parameters for the starts of sequences, slopes, bias and prefixes."""
+    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes and mask."""
     tensors = (
         None if packing is None else packing.cu_seqlens_q,
         None if packing is None else packing.cu_seqlens_k,
-        *mask_and_bias.tensors[:3],
+        *mask_and_bias.tensors[:4],
     )
     return {name: None if x is None else x.dtype for name, x in zip(_GIVEN, tensors, strict=True)}
 
@@ -70,7 +72,7 @@ def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict
         addresses["cu_seqlens_q_ptr"] = packing.cu_seqlens_q.data_ptr()
         addresses["cu_seqlens_k_ptr"] = packing.cu_seqlens_k.data_ptr()
     if mask_and_bias is not NO_MASK_OR_BIAS:
-        for name, x in zip(_GIVEN[2:], mask_and_bias.tensors[:3], strict=True):
+        for name, x in zip(_GIVEN[2:], mask_and_bias.tensors[:4], strict=True):
             if x is not None:
                 addresses[name] = x.data_ptr()
     return addresses

@@ -26,7 +26,7 @@ from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.problem import DTYPES, Problem
 
 # Keywords of the public functions, in the order in which operators take the tensors.
-NAMES = ("alibi_slopes", "bias", "prefix_lengths", "sinks")
+NAMES = ("alibi_slopes", "bias", "prefix_lengths", "mask", "sinks")
 
 # A bias at or below this number counts as -inf. The logsumexp is one fp32 number: that of a row in
 # which every key has -1e9 would lose log(N), and the row's P would sum to N instead of 1.
@@ -40,6 +40,7 @@ class MaskAndBiasSpecialization:
     alibi: bool
     prefix: bool
     bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
+    mask: bool = False
     sinks: bool = False
 
     @property
@@ -54,19 +55,20 @@ class MaskAndBias:
     """The tensors of one call, checked and brought into one shape; None where there is none.
 
     ``alibi_slopes`` is (B, H) fp32 and ``prefix_lengths`` (B,) int32, both contiguous; ``bias`` has
-    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides; ``sinks`` is (H,) and
-    contiguous.
+    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides; ``mask`` is (B, N_k) uint8, 0
+    for a key that no query sees, and ``sinks`` (H,), both contiguous.
     """
 
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     prefix_lengths: Tensor | None = None
+    mask: Tensor | None = None
     sinks: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors, in the order of :data:`NAMES`; None where one is not given."""
-        return self.alibi_slopes, self.bias, self.prefix_lengths, self.sinks
+        return self.alibi_slopes, self.bias, self.prefix_lengths, self.mask, self.sinks
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,6 +89,7 @@ class MaskAndBias:
             alibi=self.alibi_slopes is not None,
             prefix=self.prefix_lengths is not None,
             bias_strides=strides,
+            mask=self.mask is not None,
             sinks=self.sinks is not None,
         )
 
@@ -98,6 +101,7 @@ class MaskAndBias:
             alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[one],
             bias=bias if bias is None or bias.shape[0] == 1 else bias[one],
             prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[one],
+            mask=None if self.mask is None else self.mask[one],
             sinks=self.sinks,
         )
 
@@ -123,6 +127,10 @@ class MaskAndBias:
             distances = (distances - torch.arange(*keys, device=device)).abs().to(dtype)
             alibi = self.alibi_slopes[:, :, None, None].to(dtype) * -distances
             total = alibi if total is None else total + alibi
+        if self.mask is not None:
+            seen = self.mask[:, None, None, slice(*keys)] != 0
+            total = seen.new_zeros(1, dtype=dtype) if total is None else total
+            total = torch.where(seen, total, float("-inf"))
         return total
 
 
@@ -134,6 +142,7 @@ def resolve_mask_and_bias(
     alibi_slopes: Tensor | None,
     bias: Tensor | None,
     prefix_lengths: Tensor | None,
+    mask: Tensor | None = None,
     sinks: Tensor | None = None,
     leading: Sequence[int],
     heads: int,
@@ -147,6 +156,7 @@ def resolve_mask_and_bias(
         bias: fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k).
         prefix_lengths: integers, of shape ``leading``. What is below 0 counts as 0, and what is
             above N_k as N_k, so that values need not be read on the host.
+        mask: (*leading, N_k) uint8, as :func:`~flashattn_triton.masks.with_mask` returns it.
         sinks: (H,), floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
@@ -185,19 +195,19 @@ def resolve_mask_and_bias(
     if prefix_lengths is not None:
         _check_prefix_lengths(prefix_lengths, leading)
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
+    if mask is not None and mask.dim() != 2:
+        mask = mask.reshape(batch, lengths[1])
     return MaskAndBias(
-        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, sinks=sinks
+        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, mask=mask, sinks=sinks
     )
 
 
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
     """The first of ``given``, which are tensors :data:`NAMES` in one shape."""
-    alibi_slopes, bias, prefix_lengths, sinks = given[: len(NAMES)]
-    if alibi_slopes is bias is prefix_lengths is sinks is None:
+    tensors = given[: len(NAMES)]
+    if all(x is None for x in tensors):
         return NO_MASK_OR_BIAS
-    return MaskAndBias(
-        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, sinks=sinks
-    )
+    return MaskAndBias(**dict(zip(NAMES, tensors, strict=True)))
 
 
 def normalised(
@@ -215,8 +225,8 @@ def normalised(
         ValueError: as :func:`resolve_mask_and_bias` and :func:`check_prefix_options`.
         TypeError: not a tensor.
     """
-    alibi_slopes, bias, prefix_lengths, sinks, *starts = given
-    if alibi_slopes is bias is prefix_lengths is sinks is None:
+    alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
+    if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
         return given
     rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
     first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
@@ -224,6 +234,7 @@ def normalised(
         alibi_slopes=alibi_slopes,
         bias=bias,
         prefix_lengths=prefix_lengths,
+        mask=mask,
         sinks=sinks,
         leading=(first,),
         heads=query.shape[heads],

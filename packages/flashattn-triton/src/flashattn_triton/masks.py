@@ -1,8 +1,8 @@
-"""Boolean masks: as a bias of their own shape, with the keys that nobody sees set to zero.
+"""Boolean masks: as a mask of keys or a bias, with the keys that nobody sees set to zero.
 
-Every tier takes a bias of any shape that broadcasts, so that a mask is a bias of 0 and -inf: one
-that all queries share has as many numbers as keys, whatever the number of queries. Beside a bias
-the two become one tensor of the shape to which both broadcast.
+A mask that heads and queries share has one byte for each key, beside whatever bias there is. Every
+other mask is a bias of 0 and -inf, or joins the bias in one tensor of the shape to which both
+broadcast.
 
 Legend: H query heads, G key/value heads, N_q queries, N_k keys.
 """
@@ -17,8 +17,8 @@ from flashattn_triton.mistakes import check_tensors
 
 def with_mask(
     mask: Tensor, bias: Tensor | None, query: Tensor, key: Tensor, value: Tensor, layout: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bias, key and value of a call that has a mask.
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Mask of keys (..., N_k) uint8, bias, key and value of a call that has a mask.
 
     Keys and values that the mask hides from all queries are replaced by zeros, because the product
     of a probability 0 with NaN or infinity, as uninitialised memory may hold, is NaN.
@@ -53,6 +53,11 @@ def with_mask(
     if seen.shape[-2] > 1 and sizes[-3] % groups == 0:
         seen = seen.unflatten(-2, (groups, -1)).any(-2)
     unseen = ~seen[..., None] if layout == "bhsd" else ~seen.transpose(-1, -2)[..., None]
+    key, value = key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+    mask = mask[(None,) * (len(sizes) - mask.dim())]
+    if mask.shape[-3:-1] == (1, 1):
+        mask = mask[..., 0, 0, :].expand(*sizes[:-3], sizes[-1])
+        return mask.to(torch.uint8).contiguous(), bias, key, value
     hidden = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
     bias = torch.where(mask, torch.zeros_like(hidden) if bias is None else bias, hidden)
-    return bias, key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+    return None, bias, key, value

@@ -86,9 +86,9 @@ def key_of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: G
     bits = query.data_ptr() | key.data_ptr() | value.data_ptr()
     others: list[Any] = []
     if given is not NOTHING:
-        slopes, bias, prefix_lengths, sinks, starts_q, starts_k = given
-        if not (slopes is bias is prefix_lengths is sinks is None):
-            for x in (slopes, bias, prefix_lengths, sinks):
+        slopes, bias, prefix_lengths, mask, sinks, starts_q, starts_k = given
+        if not (slopes is bias is prefix_lengths is mask is sinks is None):
+            for x in (slopes, bias, prefix_lengths, mask, sinks):
                 if x is None:
                     others.append(None)
                 else:
@@ -320,7 +320,7 @@ class Attend(_SingleLevelFunction):
     """``apply(call, query, key, value, *given)``: output and logsumexp, with their derivative.
 
     ``call`` is a :class:`CachedCall`, or the numbers of a problem, with which the operators run
-    below this level. ``given`` are tensors named :data:`GIVEN`, or nothing for six times None.
+    below this level. ``given`` are tensors named :data:`GIVEN`, or nothing for as many times None.
     """
 
     apply: ClassVar[Callable[..., Any]]

@@ -17,7 +17,7 @@ from flashattn_triton.mask_and_bias import NAMES
 
 # Tensors that may come with query, key and value, in the order of the operators' arguments.
 GIVEN = (*NAMES, "cu_seqlens_q", "cu_seqlens_k")
-BIAS, SINKS, STARTS = 1, 3, 4
+BIAS, SINKS, STARTS = 1, 4, 5
 Given = tuple[Tensor | None, ...]
 NOTHING: Given = (None,) * len(GIVEN)
 TENSORS = 3 + len(GIVEN)  # of the operator ``forward``

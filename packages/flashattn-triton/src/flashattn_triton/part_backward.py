@@ -109,7 +109,7 @@ def flash_attention_backward(
     _check_sums(into, (query, key, value))
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
-    given: Given = (alibi_slopes, None, prefix_lengths, None, cu_seqlens_q, cu_seqlens_k)
+    given: Given = (alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
     if problem.implementation == "reference":
         _by_definition(problem, tensors, normalised(problem, query, key, given), into)

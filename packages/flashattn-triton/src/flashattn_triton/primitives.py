@@ -296,7 +296,7 @@ def of_keys(x, TRANSPOSED: tl.constexpr):
 @triton.jit
 def load_bias(added, queries, keys, mask, MASKED: tl.constexpr):
     """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
-    _, bias, stride_bq, stride_bk = added
+    _, bias, stride_bq, stride_bk, _ = added
     _, n_queries, n_keys, _, _, _ = mask
     inside = queries < n_queries
     if MASKED:
@@ -333,14 +333,14 @@ def scores_tile(
     leaves the scale in one multiply-add.
     """
     offset = mask[0]
-    slope, bias, _, _ = added
+    slope, bias, _, _, shown = added
     scale, softcap = factors
     if OPTIONS.has_softcap:
         s = tanh(s * (scale / softcap))
         factor = softcap * LOG2_E
     else:
         factor = scale * LOG2_E
-    if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias):
+    if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias or OPTIONS.has_mask):
         return s, factor, s
     if HIDES:
         seen = visible(
@@ -371,6 +371,9 @@ def scores_tile(
             )  # fmt: skip
         tile = tile.to(tl.float32)
         z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
+    if OPTIONS.has_mask:
+        is_shown = tl.load(shown + key_start + keys, mask=key_start + keys < mask[2], other=0)
+        z = tl.where(of_keys(is_shown, TRANSPOSED) != 0, z, float("-inf"))
     if HIDES:
         z = tl.where(seen, z, float("-inf"))
     return z, unit, s
@@ -403,7 +406,7 @@ def probabilities(
         s, queries, key_start, keys, base, 0, mask, added, None, factors, is_causal, OPTIONS,
         MASKED, False, TRANSPOSED,
     )  # fmt: skip
-    if OPTIONS.has_bias:  # which may hide all keys of a query: -inf - -inf is NaN
+    if OPTIONS.has_bias or OPTIONS.has_mask:  # a query may see no key: -inf - -inf is NaN
         logsumexp = tl.where(logsumexp == float("-inf"), float("inf"), logsumexp)
     if OPTIONS.alibi == CAUSAL_ALIBI:
         logsumexp += alibi_of_rows(queries, mask[0], base, added[0])

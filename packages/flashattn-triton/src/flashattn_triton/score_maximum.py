@@ -59,12 +59,12 @@ def largest_scores(
         TypeError: not a tensor.
     """
     check_tensors(query=query, key=key)
-    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, None)
+    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, None, None)
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         if bias is not None:
             raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
-        given = (*given[:4], *as_starts(cu_seqlens_q, cu_seqlens_k))
+        given = (*given[:5], *as_starts(cu_seqlens_q, cu_seqlens_k))
     elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
         raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
     if keywords.get("implementation") == "hopper":

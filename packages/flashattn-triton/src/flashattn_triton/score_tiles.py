@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import HIDDEN_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.problem import Problem, diagonal_offset
 
 
@@ -132,15 +132,13 @@ class ScoreTiles:
         prefixes = mask_and_bias.prefix_lengths
         prefix = 0 if prefixes is None else int(prefixes.item())
         self.band = Band.of(n_queries, n_keys, problem, prefix)
-        bias = mask_and_bias.bias
-        self._hidden_keys: Tensor | None = None
-        if bias is not None and bias.shape[2] == 1 and bias.shape[3] == n_keys:
-            self._hidden_keys = (bias <= HIDDEN_BIAS).flatten(0, 2).all(0)
+        mask = mask_and_bias.mask
+        self._hidden_keys = None if mask is None else (mask == 0).all(0)
         with torch.autocast(query.device.type, enabled=False):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
     def hides(self, start: int, end: int) -> bool:
-        """Whether a bias that all queries share hides keys ``start`` to ``end`` from everyone."""
+        """Whether the mask hides keys ``start`` to ``end`` from everyone."""
         hidden = self._hidden_keys
         return hidden is not None and bool(hidden[start:end].all())
 

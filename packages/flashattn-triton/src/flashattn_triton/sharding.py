@@ -88,9 +88,9 @@ def _placements(query: Any, key: Any, given: Sequence[Any], layout: str) -> list
 
     heads = 2 if layout == "bshd" else 1
     if layout != "thd":
-        of_given = [Shard(0), of_bias(0), Shard(0), whole, whole, whole]
+        of_given = [Shard(0), of_bias(0), Shard(0), Shard(0), whole, whole, whole]
         placements.append((Shard(0), Shard(0), of_given))
     if key.shape[heads] % query.mesh.size() == 0:
-        of_given = [Shard(1), of_bias(1), whole, Shard(0), whole, whole]
+        of_given = [Shard(1), of_bias(1), whole, whole, Shard(0), whole, whole]
         placements.append((Shard(heads), Shard(0 if layout == "thd" else 1), of_given))
     return placements

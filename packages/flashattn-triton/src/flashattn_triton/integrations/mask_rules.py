@@ -115,24 +115,14 @@ def attention_mask(
 ) -> MaskRule | Tensor:
     """The rule of a mask, as transformers asks for it.
 
-    Args:
-        batch_size: B.
-        q_length: N_q, the queries at positions ``q_offset``, a tensor for static caches, and up.
-        kv_length: N_k, the keys at positions ``kv_offset`` and up.
-        q_offset: see ``q_length``.
-        kv_offset: see ``kv_length``.
-        mask_function: (batch, head, query position, key position) to visible; None means causal.
-        attention_mask: (B, positions) bool, False for padding; or a rule, which is returned.
-        use_vmap: whether the function takes single positions only, as those of users may.
-        device: where the model computes.
-        allow_is_causal_skip: False, like ``allow_is_bidirectional_skip``, from a model that changes
-            its mask before layers get it. The mask is then a bool tensor, (B, 1, N_q, N_k).
-        allow_is_bidirectional_skip: see ``allow_is_causal_skip``.
-        packed: and ``max_documents``, as given to
-            :func:`~flashattn_triton.integrations.transformers.register`.
-        max_documents: see ``packed``.
-        context_parallel: whether sequences are spread over ranks. Positions here are those of a
-            rank's rows then, and ``cu_seq_lens_q`` says where sequences start.
+    Args are those of transformers' ``masking_utils.sdpa_mask``: ``q_length`` queries at positions
+    ``q_offset`` (a tensor for static caches) and up, and ``kv_length`` keys; ``mask_function`` of
+    batch, head, query position and key position; ``attention_mask`` (B, positions) bool, False for
+    padding, or a rule, which is returned. With ``use_vmap`` parts of the function are a user's. A
+    model that changes its mask before layers get it allows neither skip: the mask is then a bool
+    tensor (B, 1, N_q, N_k). ``packed`` and ``max_documents`` are as given to
+    :func:`~flashattn_triton.integrations.transformers.register`; with ``context_parallel``
+    positions are those of a rank's rows, and ``cu_seq_lens_q`` says where sequences start.
 
     Raises:
         ValueError: a mask that cannot be computed over ranks.
@@ -142,15 +132,14 @@ def attention_mask(
     if isinstance(attention_mask, MaskRule):  # made by generate()
         return attention_mask
     function = masking_utils.causal_mask_function if mask_function is None else mask_function
-    read = _read(function, masking_utils.__file__, (kv_offset, kv_length, device))
+    read = _read(function, masking_utils.__file__, not use_vmap, (kv_offset, kv_length, device))
     if context_parallel:
         alone = attention_mask is None and q_length == kv_length
         if not alone or read is None or read.chunks:
-            found = "chunks, or a rule that is no band" if alone else "a mask, or cached keys"
+            found = "chunks, or a rule that is no band" if alone else "a mask or cached keys"
             raise ValueError(
-                f"attention_mask must be None, and a model's masks bands, over ranks, but got "
-                f"{found}. Pack sequences instead of padding them, and decode without "
-                f"context_parallel."
+                f"attention_mask must be None, and caches empty, over ranks, but got {found}. Pack "
+                f"sequences instead of padding them, and decode without context_parallel."
             )
         return MaskRule(band=read.band)
     traced = torch.compiler.is_compiling()
@@ -199,8 +188,8 @@ def attention_mask(
             packing = Packing(starts=(starts, starts), longest=(longest, longest))
     elif padding is not None:
         # A window counts positions, which packing would change where padding is within a sequence.
-        if not traced and (band[0] is None or _in_one_piece(padding)):
-            packing = _without_padding(ids, padding, q_length, None if everywhere else end)
+        if ids is None and not traced and (band[0] is None or _in_one_piece(padding)):
+            packing = _without_padding(padding, q_length, None if everywhere else end)
         if ids is None and aligned:
             mask = padding[:, None, None, :]
         elif packing is None:
@@ -225,10 +214,8 @@ def _padding(mask: Tensor | None, kv_offset: int, kv_length: int, end: int | Non
     return mask[:, kv_offset : kv_offset + kv_length].bool()
 
 
-def _without_padding(
-    ids: Tensor | None, padding: Tensor, n_queries: int, end: int | None
-) -> Packing:
-    """The tokens that are no padding, in the sequences that ``ids`` (B, N_k) number, or in rows.
+def _without_padding(padding: Tensor, n_queries: int, end: int | None) -> Packing:
+    """The tokens of each row that are no padding.
 
     Where positions matter, queries that are padding go, so that the others keep their distance to
     the keys: ``end`` is the number of keys up to the last query's position, else None.
@@ -237,10 +224,6 @@ def _without_padding(
     if end is not None:
         kept = padding[:, end - n_queries : end]
     tokens = (kept.flatten().nonzero().squeeze(1), padding.flatten().nonzero().squeeze(1))
-    if ids is not None:
-        rows = torch.arange(len(ids), device=ids.device)[:, None] * (ids.shape[1] + 1)
-        starts, longest = cu_seqlens_of((rows + ids).flatten()[tokens[1]])
-        return Packing(starts=(starts, starts), longest=(longest, longest), tokens=tokens)
     counts = kept.sum(dim=1), padding.sum(dim=1)
     starts_q, starts_k = (F.pad(n.cumsum(0), (1, 0)).int() for n in counts)
     longest_q, longest_k = (int(n.max()) for n in counts)
@@ -276,16 +259,14 @@ class _Reading:
 def _read(
     function: Any,
     file: str,
+    own: bool,
     keys: tuple[int, int, torch.device | str],
     positions: Tensor | None = None,
 ) -> _Reading | None:
-    """A function in parts; None if one of them is none of transformers' own.
+    """A function in parts; None if one of them is none of transformers' own, defined in ``file``.
 
-    Args:
-        function: of positions.
-        file: where transformers defines its own.
-        keys: the first position, how many there are, and where.
-        positions: (B, N_k), in place of those in rows.
+    ``own``: its documents are those that transformers finds, which are in one piece. ``keys``: the
+    first position, how many there are, and where; ``positions`` (B, N_k) take their place.
     """
     code = getattr(function, "__code__", None)
     if code is None or code.co_filename != file:
@@ -301,10 +282,10 @@ def _read(
             return _Reading(band=(given["sliding_window"] - 1, None))
         case "sliding_window_bidirectional_overlay.<locals>.inner_mask":
             return _Reading(band=(given["sliding_window"], given["sliding_window"]))
-        case "packed_sequence_mask_function.<locals>.inner_mask":
+        case "packed_sequence_mask_function.<locals>.inner_mask" if own:
             return _Reading(documents=(given["packed_sequence_mask"],))
-        case "remap_positions_for_packed_sequence.<locals>.inner_mask":
-            return _read(given["mask_function"], file, keys, given["position_ids"])
+        case "remap_positions_for_packed_sequence.<locals>.inner_mask" if own:
+            return _read(given["mask_function"], file, own, keys, given["position_ids"])
         case "chunked_overlay.<locals>.inner_mask":
             size, (first, length, device) = given["chunk_size"], keys
             if positions is None and first + length <= size:
@@ -314,7 +295,7 @@ def _read(
             numbers = (positions - given["left_padding"][:, None]) // size
             return _Reading(chunks=((numbers, size),))
         case "and_masks.<locals>.and_mask":
-            parts = [_read(part, file, keys, positions) for part in given["mask_functions"]]
+            parts = [_read(part, file, own, keys, positions) for part in given["mask_functions"]]
             total = _Reading()
             for part in parts:
                 if part is None:

@@ -88,7 +88,7 @@ def _gradient_of_scores(
     do,
     statistics_ptr,
     slopes_ptr,
-    bias,  # a pointer with four strides
+    bias,  # a pointer with four strides, and that of the mask
     batch,
     head,
     query_start,
@@ -106,7 +106,7 @@ def _gradient_of_scores(
     """dS of one tile of one head of one batch element, behind the soft-cap."""
     _, n_queries, n_keys, _, _, _ = mask
     n_heads, heads_per_kv = heads
-    bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk = bias
+    bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk, mask_ptr = bias
     PRECISION: tl.constexpr = OPTIONS.precision
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
@@ -140,7 +140,9 @@ def _gradient_of_scores(
             do_tile, v_tile, rows, key_rows, stride_doq, stride_vk, n_rows, n_key_rows, OPTIONS.e,
             OPTIONS.e_padded, OPTIONS,
         )  # fmt: skip
-    added = (slope, bias_ptr + b * stride_bb + h * stride_bh, stride_bq, stride_bk)
+    if OPTIONS.has_mask:
+        mask_ptr += b * n_keys
+    added = (slope, bias_ptr + b * stride_bb + h * stride_bh, stride_bq, stride_bk, mask_ptr)
     p, _scores = probabilities(
         s, logsumexp, queries, key_start, key_rows, key_start, mask, added, factors, is_causal,
         OPTIONS, True, False,
@@ -163,6 +165,7 @@ def bias_pass_kernel(
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
     bias_ptr,  # broadcast to (B, H, N_q, N_k)
     prefix_ptr,  # (B,) int32, or None without a prefix
+    mask_ptr,  # (B, N_k) uint8, or None without a mask
     dB_ptr,  # contiguous, with the bias's own dimensions
     stride_qb,
     stride_qh,
@@ -220,7 +223,7 @@ def bias_pass_kernel(
     k = (K_ptr, stride_kb, stride_kh, stride_kk)
     v = (V_ptr, stride_vb, stride_vh, stride_vk)
     do = (dO_ptr, stride_dob, stride_doh, stride_doq)
-    bias = (bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk)
+    bias = (bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk, mask_ptr)
 
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
@@ -403,7 +406,7 @@ def bias_call(
     parameters: dict[str, Parameter] = {
         **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
         "statistics_ptr": torch.float32,
-        **{name: given[name] for name in ("slopes_ptr", "bias_ptr", "prefix_ptr")},
+        **{name: given[name] for name in ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr")},
         "dB_ptr": bias.dtype,
     }
     if use_tma:

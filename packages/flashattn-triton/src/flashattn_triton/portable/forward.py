@@ -121,7 +121,7 @@ def _attend(
         new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
         if not OPTIONS.largest_only:
             shift = new_max
-            if MASKED or OPTIONS.has_bias:
+            if MASKED or OPTIONS.has_bias or OPTIONS.has_mask:
                 # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
                 shift = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp2(z * unit - shift[:, None])
@@ -162,6 +162,7 @@ def flash_forward_kernel(
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
     bias_ptr,  # broadcast to (B, H, N_q, N_k), if ``bias_tma`` a descriptor of it, or None
     prefix_ptr,  # (B,) int32, or None without a prefix
+    mask_ptr,  # (B, N_k) uint8, or None without a mask
     sinks_ptr,  # (H,), or None without sinks
     stride_qb,
     stride_qh,
@@ -236,6 +237,8 @@ def flash_forward_kernel(
         bias_head = tl.where(stride_bh == 0, 0, head)
     elif OPTIONS.has_bias:
         bias_ptr += b * stride_bb + h * stride_bh
+    if OPTIONS.has_mask:
+        mask_ptr += b * N_KEYS
 
     start, full_start, full_stop, stop = key_range(
         query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
@@ -270,7 +273,7 @@ def flash_forward_kernel(
             acc, row_sum, row_max = _attend(
                 acc, row_sum, row_max, q, K_ptr, V_ptr, (batch, kv_head), (stride_kk, stride_vk),
                 starts[part], stops[part], queries, query_start + offset, keys, columns,
-                value_columns, mask, (slope, bias_ptr, stride_bq, stride_bk),
+                value_columns, mask, (slope, bias_ptr, stride_bq, stride_bk, mask_ptr),
                 (bias_batch, bias_head), (scale, softcap), D, is_causal, OPTIONS, part != 1,
             )  # fmt: skip
 

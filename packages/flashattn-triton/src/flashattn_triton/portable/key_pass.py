@@ -152,6 +152,7 @@ def key_pass_kernel(
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
     bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
     prefix_ptr,  # (B,) int32, or None without a prefix
+    mask_ptr,  # (B, N_k) uint8, or None without a mask
     stride_qb,
     stride_qh,
     stride_qq,
@@ -265,6 +266,8 @@ def key_pass_kernel(
 
     dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
+    if OPTIONS.has_mask:
+        mask_ptr += b * N_KEYS
     for member in range(loop_bound(HEADS_PER_KV, OPTIONS.interpreted)):
         head = kv_head * HEADS_PER_KV + member
         batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head
@@ -288,7 +291,7 @@ def key_pass_kernel(
                     (batch, head, batch_head), dq_head, (stride_qq, stride_doq, stride_dqq),
                     starts[part], stops[part], keys, key_start, rows, columns, value_columns, mask,
                     (slope, bias_ptr + first_bias if OPTIONS.has_bias else None, stride_bq,
-                    stride_bk),
+                    stride_bk, mask_ptr),
                     (scale, softcap), D, is_causal, OPTIONS, part != 1,
                 )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk

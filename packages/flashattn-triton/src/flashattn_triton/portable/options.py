@@ -27,6 +27,7 @@ class KernelOptions:
     has_left: no query sees a key more than a window before its diagonal.
     alibi: 0 without slopes, ``primitives.CAUSAL_ALIBI`` where no key behind the diagonal is seen,
         else 1.
+    has_mask: some keys are hidden from all queries, by a mask (B, N_k).
     wide: rows of one tile can be more than 2^31 elements apart.
     precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
     interpreted: Triton's interpreter runs the kernel.
@@ -44,6 +45,7 @@ class KernelOptions:
     has_prefix: bool
     alibi: int
     has_bias: bool
+    has_mask: bool
     wide: bool
     precision: str
     interpreted: bool
@@ -123,6 +125,7 @@ def kernel_options(
         has_prefix=specialization.prefix,
         alibi=specialization.alibi and 1 + one_sided,
         has_bias=specialization.bias_strides[0] is not None,
+        has_mask=specialization.mask,
         wide=is_wide(*strides),
         precision=dot_precision(dtype),
         interpreted=not isinstance(kernel, triton.JITFunction),

@@ -114,6 +114,7 @@ def query_pass_kernel(
     slopes_ptr,  # (B, H) fp32, or None without ALiBi
     bias_ptr,  # broadcast to (B, H, N_q, N_k), or None
     prefix_ptr,  # (B,) int32, or None without a prefix
+    mask_ptr,  # (B, N_k) uint8, or None without a mask
     stride_qb,
     stride_qh,
     stride_qq,
@@ -185,6 +186,8 @@ def query_pass_kernel(
     slope = slope_of(slopes_ptr, batch, N_HEADS, head, OPTIONS)
     if OPTIONS.has_bias:
         bias_ptr += b * stride_bb + h * stride_bh
+    if OPTIONS.has_mask:
+        mask_ptr += b * N_KEYS
 
     start, full_start, full_stop, stop = key_range(
         query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
@@ -210,8 +213,8 @@ def query_pass_kernel(
             dq = _differentiate_queries(
                 dq, q, do, logsumexp, delta, K, V, (batch, kv_head), (stride_kk, stride_vk),
                 starts[part], stops[part], queries, keys, columns, value_columns, mask,
-                (slope, bias_ptr, stride_bq, stride_bk), (scale, softcap), D, is_causal, OPTIONS,
-                part != 1,
+                (slope, bias_ptr, stride_bq, stride_bk, mask_ptr), (scale, softcap), D, is_causal,
+                OPTIONS, part != 1,
             )  # fmt: skip
     dq_tile = dQ_ptr + first * stride_dqq
     ADDS: tl.constexpr = OPTIONS.adds
