@@ -1,5 +1,6 @@
 """Runs the example programs in processes that are forked from one with their imports."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -74,6 +75,7 @@ def _serve(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     os.environ["COLUMNS"] = "80"
+    gc.freeze()  # what has been imported stays; programs that look through it would copy its pages
     while True:
         try:
             script, arguments, environments = pipe.recv()

@@ -28,8 +28,10 @@ def test_no_circle_of_imports_and_a_short_way(walk: ModuleType) -> None:
 
 
 def test_every_wrapper_walks_the_same_way(walk: ModuleType) -> None:
-    for wrapper in walk.WRAPPERS:
-        files = {file for file, _ in walk.trace(PACKAGE / "src", wrapper)}
+    ways = walk.traces(PACKAGE / "src")
+    assert tuple(ways) == walk.WRAPPERS
+    for wrapper, way in ways.items():
+        files = {file for file, _ in way}
         assert files - walk.SIDE_TASKS == {"engine.py", "reduce.py"}, wrapper
 
 

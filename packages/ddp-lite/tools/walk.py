@@ -77,35 +77,40 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return [list(circle) for circle in sorted(found)]
 
 
-def trace(source: Path, wrapper: str) -> list[tuple[str, str]]:
-    """Calls into the package during one backward: (file, function), in order."""
+def traces(source: Path) -> dict[str, list[tuple[str, str]]]:
+    """Calls into the package during one backward of each wrapper: (file, function), in order."""
     program = f"""
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {str(source)!r})
 from torch.testing._internal.distributed.fake_pg import FakeStore
 import {PACKAGE}
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-wrapped = {PACKAGE}.{wrapper}(torch.nn.Linear(2, 1, bias=False))
-for _ in range(3):
-    wrapped(torch.ones(1, 2)).sum().backward()
-    wrapped.zero_grad()
-loss = wrapped(torch.ones(1, 2)).sum()
 calls = []
 def seen(frame, event, argument):
     code, folder = frame.f_code, "/{PACKAGE}/"
     if event == "call" and folder in code.co_filename and not code.co_name.startswith("<"):
         calls.append((code.co_filename.rsplit(folder)[-1], code.co_qualname))
-sys.setprofile(seen)
-loss.backward()
-sys.setprofile(None)
-for call in calls:
-    print(*call)
+for name in {WRAPPERS}:
+    wrapped = getattr({PACKAGE}, name)(torch.nn.Linear(2, 1, bias=False))
+    for _ in range(3):
+        wrapped(torch.ones(1, 2)).sum().backward()
+        wrapped.zero_grad()
+    loss = wrapped(torch.ones(1, 2)).sum()
+    calls.clear()
+    sys.setprofile(seen)
+    loss.backward()
+    sys.setprofile(None)
+    for call in calls:
+        print(name, *call)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    called = (line.partition(" ") for line in done.stdout.splitlines())
-    return [(file, name) for file, _, name in called]
+    found: dict[str, list[tuple[str, str]]] = {wrapper: [] for wrapper in WRAPPERS}
+    for line in done.stdout.splitlines():
+        wrapper, file, name = line.split(" ", 2)
+        found[wrapper].append((file, name))
+    return found
 
 
 def loaded(source: Path) -> list[Path]:
@@ -132,7 +137,7 @@ def counts(source: Path) -> dict[str, Any]:
     graph = {name: imports(file, known) for name, file in known.items()}
     found = circles(graph)
     loads = loaded(source)
-    whole = trace(source, "BucketedDDP")
+    whole = traces(source)["BucketedDDP"]
     way = [call for call in whole if call[0] not in SIDE_TASKS]
     read = {file for file, _ in way}
     read |= {page for page in PAGES if (source / PACKAGE / page).exists()}
@@ -167,8 +172,8 @@ def main() -> None:
     arguments = parser.parse_args()
     source = arguments.source.resolve()
     if arguments.walk:
-        for wrapper in WRAPPERS:
-            way = [call for call in trace(source, wrapper) if call[0] not in SIDE_TASKS]
+        for wrapper, whole in traces(source).items():
+            way = [call for call in whole if call[0] not in SIDE_TASKS]
             print(f"{wrapper}: " + " > ".join(f"{file[:-3]}.{name}" for file, name in way) + "\n")
         return
     print("| count | value |\n|---|---:|")

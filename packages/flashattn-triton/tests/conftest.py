@@ -46,6 +46,7 @@ Ask for them by name; nothing is imported from here. What the fixtures return st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -88,7 +89,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
     """Triton's; that of a version which is not known stays as it is."""
-    if triton_versions.refusal() is None:
+    if os.environ.get("TRITON_INTERPRET") == "1" and triton_versions.refusal() is None:
         interpreter.replace_once_a_launch()
 
 

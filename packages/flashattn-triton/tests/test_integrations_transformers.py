@@ -1,5 +1,6 @@
 """attn_implementation="flashattn-triton" in tiny, randomly initialised transformers models."""
 
+import itertools
 import sys
 
 import pytest
@@ -235,11 +236,24 @@ def packed_rows():
 on_the_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="asserts on the device")
 
 
+PACKED_KINDS = {"Llama": {}, "Mistral": {"sliding_window": 6}}
+
+
+def each_at_least_once(*axes):
+    """All combinations: by default those that share nothing, the others nightly."""
+    some = list(zip(*axes, strict=True))
+    return [
+        pytest.param(*values, marks=() if values in some else pytest.mark.nightly)
+        for values in itertools.product(*axes)
+    ]
+
+
 @on_the_cpu
-@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
-@pytest.mark.parametrize(("backend", "rows"), [("eager", 1), ("aot_eager", 2)])
-def test_compiled_models_refuse_rows_packed_by_positions(kind, keywords, backend, rows):
-    model, _ = pair(kind, **keywords)
+@pytest.mark.parametrize(
+    ("kind", "backend", "rows"), each_at_least_once(PACKED_KINDS, ("eager", "aot_eager"), (1, 2))
+)
+def test_compiled_models_refuse_rows_packed_by_positions(kind, backend, rows):
+    model, _ = pair(kind, **PACKED_KINDS[kind])
     ids, _, positions = packed_rows()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ids, positions = ids[-rows:], positions[-rows:]
@@ -251,17 +265,21 @@ def test_compiled_models_refuse_rows_packed_by_positions(kind, keywords, backend
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(params=[None, 8])
-def packed_models(request):
+@pytest.fixture
+def max_documents(request):
     integration.register(packed=True, max_documents=request.param)
     yield
     integration.register()
 
 
-@pytest.mark.usefixtures("packed_models")
-@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
-def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keywords):
-    model, theirs = pair(kind, **keywords)
+@pytest.mark.parametrize(
+    ("kind", "max_documents"),
+    each_at_least_once(PACKED_KINDS, (None, 8)),
+    indirect=["max_documents"],
+)
+@pytest.mark.usefixtures("max_documents")
+def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind):
+    model, theirs = pair(kind, **PACKED_KINDS[kind])
     ids, other, positions = packed_rows()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for rows in (positions, positions.flip(0), torch.arange(19, device=DEVICE).expand_as(ids) + 2):
@@ -281,7 +299,8 @@ def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keyword
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.usefixtures("packed_models")
+@pytest.mark.parametrize("max_documents", [None, 8], indirect=True)
+@pytest.mark.usefixtures("max_documents")
 def test_exported_models_take_rows_packed_by_positions_if_asked_to():
     model, theirs = pair("Llama")
     ids, _, positions = packed_rows()
@@ -293,9 +312,8 @@ def test_exported_models_take_rows_packed_by_positions_if_asked_to():
     )
 
 
-@pytest.mark.parametrize(("kind", "keywords"), [("Mistral", {"sliding_window": 6})])
-def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
-    model, theirs = pair(kind, **keywords)
+def test_the_ways_out_for_rows_packed_by_positions():
+    model, theirs = pair("Mistral", **PACKED_KINDS["Mistral"])
     ids, other, positions = (x[:1] for x in packed_rows())
     starts = torch.tensor([0, 8, 19], dtype=torch.int32, device=DEVICE)
     given = {"position_ids": positions, "use_cache": False}

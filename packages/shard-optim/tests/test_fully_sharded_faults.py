@@ -112,9 +112,11 @@ FAULTS = [
 
 
 def cases():
+    """By default the rank dies in every place and raises in some; a stopped one is waited for."""
     for where, what in FAULTS:
         for fault in ("die", "fail", "stop"):
-            marks = pytest.mark.nightly if fault == "stop" else ()  # waits for the timeout
+            slow = fault == "stop" or (fault == "fail" and where in ("forward", "step", "load"))
+            marks = pytest.mark.nightly if slow else ()
             yield pytest.param(where, fault, what, 2, "gloo", marks=marks, id=f"{where}-{fault}-2")
     yield pytest.param("backward", "die", IN_BACKWARD, 3, "gloo", id="backward-die-3")
     for where, what in FAULTS[3:5]:
@@ -123,7 +125,8 @@ def cases():
     # The memory that ranks copy to and from; test_fully_sharded_gpu_faults.py has that of GPUs.
     for where, what in FAULTS[:3]:
         for fault in ("die", "fail", "stop"):
-            marks = pytest.mark.nightly if fault == "stop" else ()
+            by_default = (where, fault) in (("gather", "fail"), ("backward", "die"))
+            marks = () if by_default else pytest.mark.nightly
             name = f"{where}-{fault}-copies"
             yield pytest.param(where, fault, what, 2, "copies", marks=marks, id=name)
 
