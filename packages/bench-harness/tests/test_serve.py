@@ -107,13 +107,19 @@ def test_the_command_prints_links_and_ends_with_ctrl_c(
     run: Store, command_line: tuple[list[str], dict[str, str]]
 ) -> None:
     command, environment = command_line
-    with subprocess.Popen(
-        [*command, "serve", str(run.folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**environment, "PYTHONUNBUFFERED": "1"},
-    ) as process:
+    # Ignored signals are inherited by children, and a shell's background job ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(
+            [*command, "serve", str(run.folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**environment, "PYTHONUNBUFFERED": "1"},
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         assert process.stdout is not None
         lines = [process.stdout.readline()]
         if "port 9001 must be free" in lines[0]:

@@ -14,6 +14,7 @@ from bench_harness.traces import kineto
 from bench_harness.traces.trace import Event, Trace, kind, phase
 from bench_harness.traces.waterfall import PARTS, waterfall
 from bench_harness.workload import language_model, language_model_config
+from ddp_lite.peer.signals import signal_kernel
 
 HOST, GPU = (1, 1), (0, 7)
 
@@ -79,6 +80,7 @@ def test_kernels_of_flashattn_triton_are_attention() -> None:
     assert {"hopper_forward_kernel", "key_pass_kernel"} <= set(names)
     assert {kind(name) for name in names} == {"fused attention"}
     assert kind("triton_red_fused_preprocess") == "other"
+    assert kind(signal_kernel.__name__) == "communication"
 
 
 def test_a_recorded_step_on_a_cpu(tmp_path, monkeypatch) -> None:

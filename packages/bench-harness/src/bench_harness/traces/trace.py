@@ -122,8 +122,9 @@ def phase(name: str, device: torch.device) -> Iterator[None]:
 
 
 def is_communication(kernel: str) -> bool:
-    """Whether a kernel's name is one of NCCL's, or a signal of torch's symmetric memory."""
-    return kernel.lower().startswith("nccl") or "symmetric_memory::" in kernel
+    """Whether a kernel's name is one of NCCL's, or a signal of ddp-lite's or torch's copies."""
+    name = kernel.lower()
+    return name.startswith(("nccl", "signal_kernel")) or "symmetric_memory::" in name
 
 
 def kind(name: str) -> str:

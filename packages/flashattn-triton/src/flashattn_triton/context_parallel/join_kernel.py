@@ -17,7 +17,7 @@ _ROWS, _WARPS = 16, 4
 def join_on_gpu(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """See :func:`~.schedules.join`."""
     n, heads, value_dim = out.shape
-    join_kernel[(triton.cdiv(n, _ROWS), heads)](
+    attention_join_kernel[(triton.cdiv(n, _ROWS), heads)](
         out, lse, part, part_lse, *out.stride()[:2], *part.stride()[:2], lse.stride(0),
         part_lse.stride(0), n, value_dim, triton.next_power_of_2(value_dim), _ROWS,
         num_warps=_WARPS, **triton_versions.COMPILE_OPTIONS,
@@ -25,7 +25,7 @@ def join_on_gpu(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> Non
 
 
 @triton.jit(do_not_specialize=["N"])
-def join_kernel(
+def attention_join_kernel(
     O_ptr,  # (N, H, E) fp32
     L_ptr,  # (H, N) fp32
     part_ptr,  # as O_ptr
