@@ -12,6 +12,7 @@ import ast
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch import Tensor
 
 #: Names and values of what is asked for.
 Facts = tuple[tuple[str, str], ...]
-# Names of groups, and facts that their ranks have agreed on before; emptied when it is full, on all
+# Facts that the ranks of a group have agreed on before; emptied when there are too many, on all
 # ranks at the same call.
-_known: set[tuple[str, Facts]] = set()
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, set[Facts]] = weakref.WeakKeyDictionary()
 _LIMIT = 4096
 
 
@@ -48,7 +49,8 @@ def agree(
         RuntimeError: facts differ that did not before, on GPUs.
     """
     hashes = _hash(facts), 0 if starts is None else _hash(starts)
-    is_new = (group.group_name, facts) not in _known
+    agreed = _known.setdefault(group, set())
+    is_new = facts not in agreed
     if is_new:  # for the errors of ranks that ask for something else
         _store(group).set(str(hashes[0]), repr(facts))
     own = _on_device(hashes, device)
@@ -65,9 +67,9 @@ def agree(
         return
     if known != [*hashes] * group.size():
         raise ValueError(_difference(group, known[::2], known[1::2]))
-    if len(_known) >= _LIMIT:
-        _known.clear()
-    _known.add((group.group_name, facts))
+    if len(agreed) >= _LIMIT:
+        agreed.clear()
+    agreed.add(facts)
 
 
 @contextlib.contextmanager
