@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,14 @@ _SCATTERED = (
     "several pieces"
 )
 _REMEDY = "Sort the tokens by document, or give every piece a number of its own."
+
+
+@overload
+def cu_seqlens_of(document_ids: Tensor, max_documents: None = None) -> tuple[Tensor, int]: ...
+
+
+@overload
+def cu_seqlens_of(document_ids: Tensor, max_documents: int | None) -> tuple[Tensor, int | None]: ...
 
 
 def cu_seqlens_of(
