@@ -1,6 +1,5 @@
 """attn_implementation="flashattn-triton" in tiny, randomly initialised transformers models."""
 
-import itertools
 import sys
 
 import pytest
@@ -8,15 +7,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
-
-from flashattn_triton import flash_attention  # noqa: E402
 from flashattn_triton.integrations import transformers as integration  # noqa: E402
-from flashattn_triton.integrations.mask_rules import (  # noqa: E402
-    MaskRule,
-    Packing,
-    attention_mask,
-)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,10 +114,13 @@ def test_a_mask_of_ones_is_no_mask(monkeypatch):
     assert_same_results(ours, theirs, ids, torch.ones_like(ids))
 
 
-@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
-def test_holes_in_the_padding(kind, keywords):
+def test_holes_in_the_padding():
     ids = tokens()
-    assert_same_results(*pair(kind, **keywords), ids, padding("hole", ids))
+    ours, theirs = pair("Llama")
+    assert_same_results(ours, theirs, ids, padding("hole", ids))
+    windowed, _ = pair("Mistral", sliding_window=6)
+    with pytest.raises(ValueError, match="attention_mask must leave each sequence in one piece"):
+        windowed(ids, attention_mask=padding("hole", ids))
 
 
 @pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
@@ -236,24 +230,12 @@ def packed_rows():
 on_the_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="asserts on the device")
 
 
-PACKED_KINDS = {"Llama": {}, "Mistral": {"sliding_window": 6}}
-
-
-def each_at_least_once(*axes):
-    """All combinations: by default those that share nothing, the others nightly."""
-    some = list(zip(*axes, strict=True))
-    return [
-        pytest.param(*values, marks=() if values in some else pytest.mark.nightly)
-        for values in itertools.product(*axes)
-    ]
-
-
 @on_the_cpu
-@pytest.mark.parametrize(
-    ("kind", "backend", "rows"), each_at_least_once(PACKED_KINDS, ("eager", "aot_eager"), (1, 2))
-)
-def test_compiled_models_refuse_rows_packed_by_positions(kind, backend, rows):
-    model, _ = pair(kind, **PACKED_KINDS[kind])
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_compiled_models_refuse_rows_packed_by_positions(kind, keywords, backend, rows):
+    model, _ = pair(kind, **keywords)
     ids, _, positions = packed_rows()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ids, positions = ids[-rows:], positions[-rows:]
@@ -265,21 +247,17 @@ def test_compiled_models_refuse_rows_packed_by_positions(kind, backend, rows):
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def max_documents(request):
+@pytest.fixture(params=[None, 8])
+def packed_models(request):
     integration.register(packed=True, max_documents=request.param)
     yield
     integration.register()
 
 
-@pytest.mark.parametrize(
-    ("kind", "max_documents"),
-    each_at_least_once(PACKED_KINDS, (None, 8)),
-    indirect=["max_documents"],
-)
-@pytest.mark.usefixtures("max_documents")
-def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind):
-    model, theirs = pair(kind, **PACKED_KINDS[kind])
+@pytest.mark.usefixtures("packed_models")
+@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
+def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keywords):
+    model, theirs = pair(kind, **keywords)
     ids, other, positions = packed_rows()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for rows in (positions, positions.flip(0), torch.arange(19, device=DEVICE).expand_as(ids) + 2):
@@ -299,8 +277,7 @@ def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind):
         torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("max_documents", [None, 8], indirect=True)
-@pytest.mark.usefixtures("max_documents")
+@pytest.mark.usefixtures("packed_models")
 def test_exported_models_take_rows_packed_by_positions_if_asked_to():
     model, theirs = pair("Llama")
     ids, _, positions = packed_rows()
@@ -312,8 +289,9 @@ def test_exported_models_take_rows_packed_by_positions_if_asked_to():
     )
 
 
-def test_the_ways_out_for_rows_packed_by_positions():
-    model, theirs = pair("Mistral", **PACKED_KINDS["Mistral"])
+@pytest.mark.parametrize(("kind", "keywords"), [("Mistral", {"sliding_window": 6})])
+def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
+    model, theirs = pair(kind, **keywords)
     ids, other, positions = (x[:1] for x in packed_rows())
     starts = torch.tensor([0, 8, 19], dtype=torch.int32, device=DEVICE)
     given = {"position_ids": positions, "use_cache": False}
@@ -426,10 +404,11 @@ def test_t5_generates_with_a_cache():
 
 def test_a_position_bias_of_packed_sequences_is_refused():
     module, x = CausalLayer(), torch.randn(1, 2, 6, 8)
-    starts = torch.tensor([0, 3, 6], dtype=torch.int32)
-    rule = MaskRule(band=(None, 0), packing=Packing(starts=(starts, starts)))
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 2]])
     with pytest.raises(ValueError, match="position_bias must be None for packed sequences"):
-        integration.attention_forward(module, x, x, x, rule, position_bias=torch.zeros(1, 2, 6, 6))
+        integration.attention_forward(
+            module, x, x, x, numbers, position_bias=torch.zeros(1, 2, 6, 6)
+        )
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -461,14 +440,20 @@ def test_models_with_attention_of_their_own_are_refused_when_they_are_built(kind
         model._from_config(model.config_class(), attn_implementation=name)
 
 
-def test_models_that_compute_with_their_masks_are_refused_when_they_do():
-    rule = attention_mask(1, 4, 4)
-    with pytest.raises(ValueError, match=r"the model passed it to add\. Leave attn_implementation"):
-        torch.zeros(4) + rule
-    with pytest.raises(AttributeError, match=r"must be 'eager' or .* the model asked for dtype"):
-        _ = rule.dtype
-    with pytest.raises(TypeError, match=r"must be 'eager' or .* the model indexed it"):
-        _ = rule[:, :, :, :3]
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("PegasusX", {}, "not causal"),
+        ("NllbMoe", {}, "not causal"),
+        ("Phimoe", {"sliding_window": 6}, "sliding window"),
+    ],
+)
+def test_models_whose_layers_contradict_their_masks_are_refused(kind, settings, why):
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    with torch.device("meta"), pytest.raises(ValueError, match=f"must be 'eager', because .*{why}"):
+        getattr(transformers, f"{kind}Model")._from_config(
+            config, attn_implementation=integration.NAME
+        )
 
 
 def test_layers_that_do_not_say_whether_they_are_causal_are_refused():
@@ -503,20 +488,22 @@ def test_windows_on_both_sides(side):
     torch.testing.assert_close(out[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("numbers", [False, True])
-def test_a_mask_of_a_users_own(numbers):
-    ours, theirs = pair("Llama")
-    mask = torch.rand(2, 1, 19, 19, device=DEVICE) > 0.4
-    mask = mask | torch.eye(19, dtype=torch.bool, device=DEVICE)
-    if numbers:
-        mask = torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, -1e9)
-    ids = tokens()
-    out, expected = (m(ids, attention_mask=mask, use_cache=False).logits for m in (ours, theirs))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
-    x = torch.randn(3, 2, 2, 19, 8)
-    for wrong in (torch.ones(2, 19, dtype=torch.int64), torch.ones(2, 1, 19, 19).long()):
-        with pytest.raises(ValueError, match=r"attention_mask must be .* where it is no rule"):
-            integration.attention_forward(CausalLayer(), *x, wrong)
+def test_a_custom_mask_is_refused():
+    model, _ = pair("Llama")
+    with pytest.raises(
+        ValueError, match=r"must be a padding mask .* but got shape \(2, 1, 19, 19\)"
+    ):
+        model(
+            tokens(),
+            attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool, device=DEVICE).tril(),
+        )
+
+
+def test_a_static_cache_is_refused():
+    model, _ = pair("Llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    with pytest.raises(ValueError, match="Use a dynamic cache"):
+        model.eval()(tokens(), past_key_values=cache)
 
 
 def test_attention_weights_are_refused():
@@ -534,228 +521,88 @@ def test_features_of_other_implementations_are_refused(name):
     integration.attention_forward(CausalLayer(), *tensors, None, **{name: None})
 
 
-# ---- rules ---------------------------------------------------------------------------------------
+def chunked(size):
+    return lambda batch, head, query, key: (key // size == query // size) & (key <= query)
 
-N = 23
-LEFT = torch.tensor([5, 0])
-NUMBERS = torch.tensor([8 * [0] + 15 * [1], 3 * [0] + 4 * [1] + 16 * [2]])
-POSITIONS = torch.stack(
-    [torch.cat([torch.arange(n) for n in row]) for row in ((8, 15), (3, 4, 16))]
+
+def windowed(size):
+    return lambda batch, head, query, key: (key > query - size) & (key <= query)
+
+
+@pytest.mark.parametrize(
+    ("rule", "local_size", "accepted"),
+    [
+        (lambda batch, head, query, key: key <= query, None, True),
+        (lambda batch, head, query, key: query >= 0, None, True),
+        (lambda batch, head, query, key: (query - key).abs() <= 5, 5, True),
+        (windowed(5), 5, True),
+        (windowed(1), 1, True),
+        (windowed(500), 500, True),
+        (windowed(6), 5, False),
+        (windowed(5), None, False),
+        (chunked(8), 8, False),  # with a cache, where earlier chunks are unknown
+        (lambda batch, head, query, key: (key <= query) | (key < 20), None, False),  # a prefix
+        (lambda batch, head, query, key: key < query, None, False),
+    ],
 )
+def test_only_bands_are_accepted(rule, local_size, accepted):
+    arguments = {
+        "batch_size": 2,
+        "q_length": 23,
+        "kv_length": 40,
+        "q_offset": 17,
+        "mask_function": rule,
+        "local_size": local_size,
+    }
+    if accepted:
+        assert integration.attention_mask(**arguments) is None
+    else:
+        with pytest.raises(ValueError, match="but got a rule that is none of these"):
+            integration.attention_mask(**arguments)
 
 
-def packed_within(rule):
-    return masking_utils.packed_sequence_compatibility_function(rule, POSITIONS, NUMBERS)
-
-
-def prefix(batch, head, query, key):
-    return (key <= query) | (key < 6)
-
-
-def causal():
-    return masking_utils.causal_mask_function
-
-
-def windowed(size=5):
-    return masking_utils.sliding_window_causal_mask_function(size)
-
-
-def chunked(size=8, left=LEFT):
-    return masking_utils.chunked_causal_mask_function(size, left)
-
-
-# What makes a rule, as a model does in each forward pass, and whether it needs no matrix of queries
-# and keys: with as many of them, and with a cache (None: transformers does not ask for it).
-RULES = {
-    "causal": (causal, True, True),
-    "full": (lambda: masking_utils.bidirectional_mask_function, True, True),
-    "window": (windowed, True, True),
-    "window of one": (lambda: windowed(1), True, True),
-    "wide window": (lambda: windowed(500), True, True),
-    "both sides": (
-        lambda: masking_utils.sliding_window_bidirectional_mask_function(4), True, False,
-    ),
-    "chunks": (chunked, True, False),
-    "one chunk": (lambda: chunked(40, 0 * LEFT), True, True),
-    "packed": (lambda: packed_within(causal()), True, None),
-    "packed windows": (lambda: packed_within(windowed()), True, None),
-    "packed chunks": (lambda: packed_within(chunked(4, 0 * LEFT)), True, None),
-    "packed by users": (
-        lambda: masking_utils.and_masks(
-            causal(), masking_utils.packed_sequence_mask_function(NUMBERS % 2)
-        ), False, None,
-    ),
-    "prefix": (lambda: prefix, False, False),
-    "strictly causal": (lambda: lambda batch, head, query, key: key < query, False, False),
-    "images": (
-        lambda: masking_utils.or_masks(causal(), masking_utils.blockwise_overlay(NUMBERS)),
-        False, None,
-    ),
-}  # fmt: skip
-BY_USERS = ("prefix", "packed by users")  # for which transformers asks for vmap
-# Queries, keys, and positions of the first query and key: alone, with a cache, a sliding cache, a
-# static one that is filled and one that decodes.
-SHAPES = {
-    "alone": (N, N, 0, 0),
-    "cache": (6, N, 17, 0),
-    "sliding": (6, 14, 17, 9),
-    "static": (9, 32, 4, 0),
-    "step": (1, 32, torch.tensor(12), 0),
-}
-PADS = {
-    "alone": ("none", "left", "right", "hole"),
-    "cache": ("none", "left"),
-    "sliding": ("none", "hole"),
-    "static": ("left", "hole"),
-    "step": ("left",),
-}
-PADDING = {"none": None, "left": (slice(0, 5),), "right": (slice(16, N),), "hole": (slice(3, 6),)}
-
-
-class Contradicting(torch.nn.Module):
-    """A layer that says the opposite of every rule that is tried on it."""
-
-    def __init__(self, causal):
-        super().__init__()
-        self.is_causal = not causal
-
-
-def attend_by_rule(name, shape, padding, q, k, v):
-    """Attention as a model asks for it, and the rule of its mask."""
-    n_queries, n_keys, q_offset, kv_offset = SHAPES[shape]
-    rule = attention_mask(
-        2, n_queries, n_keys, q_offset, kv_offset, RULES[name][0](), padding, name in BY_USERS,
-        packed="packed" in name,
-    )  # fmt: skip
-    layer = Contradicting(name != "full")
-    return integration.attention_forward(layer, q, k, v, rule, sliding_window=3)[0], rule
-
-
-CASES = [
-    ("eager", name, shape, pad)
-    for name, (_, _, cached) in RULES.items()
-    for shape in (SHAPES if cached is not None else ["alone"])
-    for pad in (PADS[shape] if "packed" not in name else ["none"])
-]
-CASES += [
-    ("compiled", name, shape, pad)
-    for name, shape, pad in [
-        *(("window", shape, pad) for shape in SHAPES for pad in ("none", "hole")),
-        *((name, "alone", "none") for name in RULES if name not in ("window", "causal")),
-        ("full", "cache", "left"),
-        ("both sides", "alone", "left"),
-        ("chunks", "alone", "left"),
-        ("chunks", "cache", "left"),
-        ("prefix", "static", "left"),
-    ]
-]
-
-
-@pytest.mark.parametrize(("mode", "name", "shape", "pad"), CASES)
-def test_layers_compute_the_rule_of_the_mask(mode, name, shape, pad):
-    function, alone, cached = RULES[name]
-    n_queries, n_keys, q_offset, kv_offset = SHAPES[shape]
-    filled = N if shape in ("alone", "cache", "sliding") else int(q_offset) + n_queries
-    padding = None
-    if PADDING[pad] is not None:
-        padding = torch.ones(2, filled, dtype=torch.bool)
-        padding[(0, *PADDING[pad])] = False
-    visible = masking_utils.sdpa_mask(
-        2, n_queries, n_keys, q_offset, kv_offset, function(), padding,
-        allow_is_causal_skip=False, use_vmap=name in BY_USERS,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, n_queries, 8, generator=generator)
-    k, v = torch.randn(2, 2, 2, n_keys, 8, generator=generator)
-    call = attend_by_rule
-    if mode == "compiled":
-        call = torch.compile(attend_by_rule, backend="eager", fullgraph=True)
-    out, rule = call(name, shape, padding, q, k, v)
-    expected = flash_attention(q, k, v, mask=visible).transpose(1, 2)
-    seen = visible.any(-1)[:, 0]
-    if padding is not None:  # queries that are padding compute anything
-        seen = seen & padding[:, filled - n_queries :]
-    torch.testing.assert_close(out[seen], expected[seen])
-    if mode == "eager" and shape in ("alone", "cache", "static") and pad != "hole":
-        by_rule = rule.mask is None or rule.mask.shape[2] == 1
-        padded_chunks = name == "chunks" and pad != "none"
-        assert by_rule == ((alone and not padded_chunks) if shape == "alone" else cached)
-
-
-def test_traced_models_ask_for_packed_rows():
+@on_the_cpu
+@pytest.mark.parametrize(
+    ("rule", "keys", "message"),
+    [
+        (lambda batch, head, query, key: (key <= query) | (key < 6), 10, "none of these"),
+        (lambda batch, head, query, key: key <= query, 12, "The last query must be at"),
+        (chunked(4), 10, None),
+    ],
+)
+def test_rules_are_checked_in_compiled_code(rule, keys, message):
     @torch.compile(backend="aot_eager", fullgraph=True)
-    def several(numbers):
-        rule = masking_utils.packed_sequence_compatibility_function(causal(), POSITIONS, numbers)
-        return attention_mask(2, N, N, mask_function=rule).several
+    def several():
+        return integration.attention_mask(1, 10, keys, mask_function=rule)
 
-    assert bool(several(NUMBERS))
-    assert not bool(several(0 * NUMBERS))
-
-
-@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
-@pytest.mark.parametrize("side", [None, "left"])
-def test_models_whose_layers_contradict_their_masks(side, mode):
-    sizes = {"d_model": 32, "num_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    config = transformers.PegasusXConfig(
-        vocab_size=61, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, dropout=0.0, block_size=8, num_global_tokens=2, **sizes,
-    )  # fmt: skip
-    ours, theirs = (
-        transformers.PegasusXModel._from_config(config, attn_implementation=name).decoder.eval()
-        for name in (integration.NAME, "eager")
-    )
-    theirs.load_state_dict(ours.state_dict())
-    assert not ours.layers[0].self_attn.is_causal
-    ids = tokens().cpu()
-    mask = None if side is None else padding(side, ids)
-    keep = torch.ones_like(ids).bool() if mask is None else mask.bool()
-    if mode != "eager":
-        ours = torch.compile(ours, backend=mode, fullgraph=True)
-    out, expected = (
-        m(ids, attention_mask=mask, use_cache=False).last_hidden_state for m in (ours, theirs)
-    )
-    torch.testing.assert_close(out[keep], expected[keep], rtol=1e-4, atol=1e-5)
+    if message is None:
+        assert several().item() is True
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            several()
 
 
-@pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
-@pytest.mark.parametrize("side", [None, "left"])
-def test_static_caches(kind, keywords, side):
-    ours, theirs = (model.eval() for model in pair(kind, **keywords))
-    ids = tokens(length=11)
-    given = {"max_new_tokens": 8, "do_sample": False}
-    given["attention_mask"] = torch.ones_like(ids) if side is None else padding(side, ids)
-    found = ours.generate(ids, cache_implementation="static", **given)
-    assert torch.equal(found, theirs.generate(ids, **given))
+def test_chunks_are_sequences():
+    found = integration.attention_mask(1, 10, 10, mask_function=chunked(4), local_size=4)
+    assert found.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 3, 3]]
 
 
-@torch.no_grad()
-def test_compiled_steps_of_static_caches():
-    model, theirs = (m.eval() for m in pair("Llama"))
-    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-    ids = tokens()
-    model(ids[:, :16], past_key_values=cache)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    expected = theirs(ids).logits
-    for n in (16, 17, 18):
-        out = compiled(ids[:, n : n + 1], past_key_values=cache).logits
-        torch.testing.assert_close(out[:, 0], expected[:, n], rtol=1e-4, atol=1e-5)
+def test_rules_of_single_positions_are_evaluated_like_others():
+    def full(batch, head, query, key):
+        return torch.tensor(True)
 
-
-@pytest.mark.parametrize("mode", [None, "aot_eager"])
-@pytest.mark.parametrize("side", [None, "left"])
-def test_gradient_checkpointing(side, mode):
-    ours, theirs = pair("Gemma2", "eager", sliding_window=6)
-    ours.gradient_checkpointing_enable({"use_reentrant": False})
-    if mode is not None:
-        ours.compile(backend=mode, fullgraph=True)
-    ids = tokens()
-    assert_same_results(ours, theirs, ids, None if side is None else padding(side, ids))
+    arguments = {"batch_size": 2, "q_length": 9, "kv_length": 9, "use_vmap": True}
+    assert integration.attention_mask(**arguments, mask_function=full) is None
+    with pytest.raises(ValueError, match="but got a rule that is none of these"):
+        integration.attention_mask(
+            **arguments, mask_function=lambda batch, head, query, key: (key <= query) | (key < 4)
+        )
 
 
 def test_a_padding_mask_shorter_than_the_keys_is_refused():
     short = torch.tensor([[True, False, True]])
     with pytest.raises(ValueError, match=r"must cover all 4 keys, but got shape \(1, 3\)"):
-        attention_mask(1, 4, 4, attention_mask=short)
+        integration.attention_mask(1, 4, 4, attention_mask=short)
 
 
 def test_without_transformers(monkeypatch):

@@ -18,6 +18,14 @@ from typing import Any
 # What a model's module imports if its attention asks an implementation that is registered.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
+# Model types whose layers tell an implementation something else than the mask of the model does.
+_NOT_CAUSAL = "layers of its decoder say that they are not causal"
+_CONTRADICTIONS = {
+    "nllb-moe": _NOT_CAUSAL,
+    "pegasus_x": _NOT_CAUSAL,
+    "phimoe": "its layers do not say that they have a sliding window",
+}
+
 
 def install(model_class: Any, names: Collection[str]) -> None:
     """Has ``model_class`` (``PreTrainedModel``) run :func:`check` for ``names``; repeatable."""
@@ -45,9 +53,15 @@ def check(model: Any, name: str) -> None:
         name: of the implementation.
 
     Raises:
-        ValueError: the model does not ask its attention implementation.
+        ValueError: the model does not ask its attention implementation, or tells it wrong things.
     """
     kind = type(model).__name__
+    family = model.config.model_type
+    if family in _CONTRADICTIONS and (family != "phimoe" or model.config.sliding_window):
+        raise ValueError(
+            f"attn_implementation of {kind} must be 'eager', because {_CONTRADICTIONS[family]}, "
+            f"but got {name!r}. Leave it out."
+        )
     if computes_attention_itself(model):
         raise ValueError(
             f"attn_implementation of {kind} must be 'eager' or one of transformers' own, because "

@@ -9,13 +9,12 @@
 that take every name with that word for one of flash-attn's kernels.
 
 transformers asks an attention implementation for two functions. One prepares the mask, once for
-each forward pass: :func:`~flashattn_triton.integrations.mask_rules.attention_mask`. The other
-computes attention in every layer: :func:`attention_forward`. Both are registered, because without
-the first transformers passes no mask at all, and padding would be attended to.
+each forward pass: :func:`attention_mask`. The other computes attention in every layer:
+:func:`attention_forward`. Both are registered, because without the first transformers passes no
+mask at all, and padding would be attended to.
 
-Between the two the mask is a :class:`~flashattn_triton.integrations.mask_rules.MaskRule`. As with
-transformers' own implementations the mask decides, and a layer's ``is_causal`` and
-``sliding_window`` count only where a model makes no mask.
+Between the two the mask is (B, N_k) integers: 0 for padding, else the number of the sequence that
+the token belongs to. Several sequences may be packed in one row.
 
 Dimensions: B batch, H query heads, G key/value heads, N_q queries, N_k keys (cached ones
 included), D head_dim, E head_dim of value, T tokens that are not padding.
@@ -28,14 +27,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.integrations import model_checks
-from flashattn_triton.integrations.mask_rules import MaskRule, Packing, attention_mask
 
 NAME = "flashattn-triton"
 ALIAS = "triton-attention"
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Arguments that models pass for features that change the result and that are not computed here.
 UNSUPPORTED = {
@@ -45,12 +46,21 @@ UNSUPPORTED = {
     "indices": "a selection of keys for each query (sparse attention)",
 }
 
-# An error of traced code, which must be complete before values are known.
+# Errors of traced code, which must be complete before values are known.
 PACKED_WHILE_TRACED = (
     "position_ids must number one sequence in each row where the model is traced (torch.compile, "
     f"torch.export) with {NAME}, but got rows of several. Pass where the sequences start as "
     "cu_seq_lens_q and cu_seq_lens_k, call register(packed=True) before the model is traced, or "
     "compile the blocks of the model instead of the model."
+)
+NO_BAND = (
+    f"The mask must be causal, a sliding window or full within sequences for {NAME}, but got a "
+    "rule that is none of these (such as blocks or a prefix that see ahead). Choose another "
+    "attn_implementation."
+)
+STATIC_CACHE_WHILE_TRACED = (
+    f"The last query must be at the position of the last key for {NAME}, but got keys beyond it. "
+    "Use a dynamic cache instead of a static one."
 )
 
 
@@ -76,11 +86,11 @@ def register(
             no padding and no cache.
 
     Covered: causal and bidirectional self-attention, cross-attention, grouped-query heads, padding
-    on either side, packed sequences, sliding windows on one side or both, chunks, soft-caps,
-    attention sinks, position biases (T5) except with packed sequences, decoding with dynamic and
-    static caches. Any other mask is computed as a boolean mask of all queries and keys, and 4-D
-    masks of a user's own are taken as they are. Everything else raises a ``ValueError`` in the
-    forward pass: dropout, paged caches and requests for attention weights.
+    on either side, packed sequences, sliding windows on one side or both, soft-caps, attention
+    sinks, position biases (T5) except with packed sequences, decoding with a dynamic cache.
+    Everything else raises a ``ValueError`` in the forward pass: dropout, static and paged caches,
+    requests for attention weights, and masks that are not bands within sequences (4-D masks, prefix
+    masks).
 
     transformers takes every name with "flash" in it for a kernel that it must load before use, and
     replaces it in models that list the kernels they accept, as gpt-oss does. There is nothing to
@@ -98,12 +108,11 @@ def register(
             "registering with transformers needs the transformers package; "
             "install it with: pip install 'flashattn-triton[transformers]'"
         ) from error
-    forward = functools.partial(attention_forward, context_parallel=context_parallel)
+    forward = functools.partial(
+        attention_forward, max_documents=max_documents, context_parallel=context_parallel
+    )
     mask = functools.partial(
-        attention_mask,
-        packed=packed,
-        max_documents=max_documents,
-        context_parallel=context_parallel is not None,
+        attention_mask, packed=packed, context_parallel=context_parallel is not None
     )
     for name in (NAME, ALIAS):
         AttentionInterface.register(name, forward)
@@ -132,7 +141,7 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: MaskRule | Tensor | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -142,23 +151,22 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    max_documents: int | None = None,
     context_parallel: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it.
 
     Args:
-        module: the layer; its ``is_causal`` decides where there is no mask and no argument.
-        query: (B, H, N_q, D).
+        module: the layer; its ``is_causal`` decides unless the argument does.
+        query: (B, H, N_q, D), the last N_q of the N_k positions (any positions if not causal).
         key: (B, G, N_k, D).
         value: (B, G, N_k, E).
-        attention_mask: the model's rule; or a tensor broadcastable to (B, H, N_q, N_k), bool, True
-            where a key is visible, or of numbers that are added to the scores. None: the layer
-            says by ``is_causal`` and ``sliding_window`` what it computes.
+        attention_mask: what :func:`attention_mask` returned.
         dropout: must be 0.
         scaling: factor on the scores; None means 1/sqrt(D).
-        sliding_window: without a mask, a query sees this many keys up to and including its own,
-            and as many on the other side if not causal.
+        sliding_window: a query sees this many keys up to and including its own, and as many on
+            the other side if not causal.
         softcap: bound on the scores.
         is_causal: overrides the module's.
         cu_seq_lens_q: (sequences + 1,), where each sequence packed in the only row starts.
@@ -166,12 +174,13 @@ def attention_forward(
         s_aux: (H,) attention sinks.
         position_bias: added to the scores, broadcastable to (B, H, N_q, N_k), with its gradient.
             With a padding mask as well, a bias for the whole batch is in memory.
-        context_parallel: as given to :func:`register`.
+        max_documents: as given to :func:`register`, as ``context_parallel``.
+        context_parallel: see ``max_documents``.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
-        (B, N_q, H, E), and None for the attention weights, which never exist. Queries that are
-        padding may be zero, or attend as others do.
+        (B, N_q, H, E), zero for queries that are padding (where attention is causal or has a
+        window, and no position bias), and None for the attention weights, which never exist.
 
     Raises:
         ValueError: if an argument asks for something that is not computed here.
@@ -192,44 +201,26 @@ def attention_forward(
             f"output_attentions must be False, because {NAME} never has the attention weights, but "
             f"got True. Leave it out, or use attn_implementation='eager'."
         )
-    rule = attention_mask
-    if rule is None:
-        rule = _rule_of_layer(module, is_causal, sliding_window)
-    elif isinstance(rule, Tensor):
-        if rule.dim() != 4 or not (rule.dtype == torch.bool or rule.is_floating_point()):
-            raise ValueError(
-                f"attention_mask must be (batch, heads, queries, keys), bool or added to the "
-                f"scores, where it is no rule, but got {rule.dtype} of shape {tuple(rule.shape)}. "
-                f"Choose another attn_implementation, or pass mask[:, None, None, :].bool()."
-            )
-        if rule.is_floating_point():
-            position_bias = rule if position_bias is None else position_bias + rule
-        rule = MaskRule(mask=rule if rule.dtype == torch.bool else None)
-    lengths = (query.shape[2], key.shape[2])
-    if rule.lengths not in (None, lengths):
+    if attention_mask is not None and attention_mask.dim() == 0:  # of code that is being traced
+        if cu_seq_lens_q is None:
+            torch._assert_async(~attention_mask, PACKED_WHILE_TRACED)
+        attention_mask = None
+    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+    if causal is None:
         raise ValueError(
-            f"attention_mask must be for the layer's {lengths} queries and keys, but got one for "
-            f"{rule.lengths}. Choose another attn_implementation."
+            f"{type(module).__name__} must say by is_causal whether it is causal for {NAME}, but "
+            "has no such attribute. Choose another attn_implementation."
         )
-    left, right = rule.band
-    causal = "bottom-right" if right == 0 else False
-    if not causal and rule.band != (None, None) and lengths[0] != lengths[1]:
-        causal = "bottom-right-window"
     options: dict[str, Any] = {
-        "causal": causal,
+        # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
+        "causal": "bottom-right" if causal else False,
         "scale": scaling,
-        "window": None if left is None and right in (None, 0) else rule.band,
+        "window": None if sliding_window is None else (sliding_window - 1, sliding_window - 1),
         "softcap": softcap,
         "sinks": s_aux,
     }
-    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
-        raise ValueError(
-            f"{missing} must be a tensor where the other one is, but got None. Pass where the "
-            f"sequences of queries and of keys start, which may be one tensor."
-        )
     if context_parallel is not None:
-        for name, x in (("attention_mask", rule.mask), ("position_bias", position_bias)):
+        for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
             if x is not None:
                 raise ValueError(
                     f"{name} must be None with {NAME} over ranks, but got a tensor. Register it "
@@ -237,80 +228,53 @@ def attention_forward(
                 )
         starts = cu_seq_lens_q
         return _attend_over_ranks(query, key, value, context_parallel, starts, options), None
-    packing = rule.packing
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
-        packing = _packing_of_row(rule, len(query), (cu_seq_lens_q, cu_seq_lens_k), longest)
-    elif rule.several is not None:
-        torch._assert_async(~rule.several.to(query.device), PACKED_WHILE_TRACED)
-    if packing is not None and position_bias is None:
-        return _attend_packed(query, key, value, packing, options), None
-    if packing is not None and rule.mask is None:
+    traced = torch.compiler.is_compiling() and attention_mask is not None
+    documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
+    packed = cu_seq_lens_q is not None or (
+        attention_mask is not None
+        and position_bias is not None
+        and (documents is not None or int(attention_mask.max()) > 1)
+    )
+    if packed and position_bias is not None:
         raise ValueError(
             f"position_bias must be None for packed sequences with {NAME}, but got one. Pad the "
             f"sequences instead, or choose another attn_implementation."
         )
-    # A bias needs the pairs of positions that packing would lose.
-    mask = None if rule.mask is None else rule.mask.to(query.device)
-    out = flash_attention(
-        query, key, value, layout="bhsd", bias=position_bias, mask=mask, **options
-    )
-    assert isinstance(out, Tensor)  # no logsumexp was asked for
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _rule_of_layer(
-    module: nn.Module, is_causal: bool | None, sliding_window: int | None
-) -> MaskRule:
-    """The rule of a layer whose model makes no mask."""
-    causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
-    if causal is None:
+    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
+        missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "cu_seq_lens_k"
         raise ValueError(
-            f"{type(module).__name__} must say by is_causal whether it is causal for {NAME}, but "
-            "has no such attribute. Choose another attn_implementation."
+            f"{missing} must be a tensor where the other one is, but got None. Pass where the "
+            f"sequences of queries and of keys start, which may be one tensor."
         )
-    width = None if sliding_window is None else sliding_window - 1
-    return MaskRule(band=(width, 0 if causal else width))
-
-
-def _packing_of_row(
-    rule: MaskRule,
-    batch_size: int,
-    starts: tuple[Tensor, Tensor],
-    longest: tuple[int | None, int | None],
-) -> Packing:
-    """Sequences in the only row of a batch, by their starts."""
-    if batch_size != 1:
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        return _attend_packed(
+            query,
+            key,
+            value,
+            (cu_seq_lens_q, cu_seq_lens_k),
+            (kwargs.get("max_length_q"), kwargs.get("max_length_k")),
+            options,
+        ), None
+    if attention_mask is None or documents is not None:
+        if documents is not None:
+            options |= {"document_ids": documents, "max_documents": max_documents}
+        out = flash_attention(query, key, value, layout="bhsd", bias=position_bias, **options)
+        assert isinstance(out, Tensor)  # no logsumexp was asked for
+        return out.transpose(1, 2).contiguous(), None
+    if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
-            f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
-            f"{batch_size}. Flatten the batch into one row."
+            f"attention_mask must be a padding mask (batch, keys) = "
+            f"{(key.shape[0], key.shape[2])}, but got shape {tuple(attention_mask.shape)}. Choose "
+            f"another attn_implementation for custom masks."
         )
-    if rule.mask is not None or (rule.packing is not None and rule.packing.tokens is not None):
-        raise ValueError(
-            "attention_mask must be None, and a model's masks bands, beside cu_seq_lens_q, but "
-            "got padding or another rule. Leave one of them out."
+    if position_bias is not None:  # which needs the pairs of positions that packing would lose
+        mask = attention_mask[:, None, None, :] != 0
+        out = flash_attention(
+            query, key, value, layout="bhsd", bias=position_bias, mask=mask, **options
         )
-    # Without them the kernels launch for the longest sequence that is possible.
-    longest_q, longest_k = (None if limit is None else int(limit) for limit in longest)
-    starts_q, starts_k = (x.int() for x in starts)
-    return Packing(starts=(starts_q, starts_k), longest=(longest_q, longest_k))
-
-
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, options: dict[str, Any]
-) -> Tensor:
-    """Attention among the tokens of packed sequences; zeros for the others."""
-    batch, _, n_queries, _ = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    starts_q, starts_k = (x.to(q.device) for x in packing.starts)
-    if packing.tokens is not None:
-        tokens_q, tokens_k = (x.to(q.device) for x in packing.tokens)
-        q, k, v = q.index_select(0, tokens_q), *(x.index_select(0, tokens_k) for x in (k, v))
-    out = flash_attention_varlen(q, k, v, starts_q, starts_k, *packing.longest, **options)
-    assert isinstance(out, Tensor)
-    if packing.tokens is not None:
-        out = out.new_zeros(batch * n_queries, *out.shape[1:]).index_copy(0, tokens_q, out)
-    return out.view(batch, n_queries, *out.shape[1:])
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2).contiguous(), None
+    return _attend_unpadded(query, key, value, attention_mask, options), None
 
 
 def _dropout_settings(module: nn.Module) -> str:
@@ -336,3 +300,288 @@ def _attend_over_ranks(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = context_parallel_attention(q, k, v, group, cu_seqlens=starts, **options)
     return out.unsqueeze(0)  # type: ignore[no-any-return]
+
+
+def _attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None],
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention within the sequences that make up the only row of the batch."""
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
+            f"{query.shape[0]}. Flatten the batch into one row."
+        )
+    # Without them the kernels launch for the longest sequence that is possible.
+    longest_q, longest_k = (None if limit is None else int(limit) for limit in longest)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    cu_q, cu_k = (x.int() for x in starts)
+    out = flash_attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
+    assert isinstance(out, Tensor)
+    return out[None]
+
+
+def _attend_unpadded(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """Attention among the tokens that are not padding, packed one sequence after another."""
+    batch, _, n_queries, _ = query.shape
+    # Positions matter only relative to a diagonal. Then queries that are padding must go, so that
+    # the remaining ones keep their distance to the remaining keys; else they may stay.
+    if options["causal"] or options["window"]:
+        if options["window"] and not _in_one_piece(mask):
+            raise ValueError(
+                "attention_mask must leave each sequence in one piece where a sliding window "
+                "counts positions, but got one with holes. Choose another attn_implementation."
+            )
+        query_mask = mask[:, -n_queries:]
+    else:
+        query_mask = mask.new_ones(batch, n_queries)
+    query_tokens, key_tokens = (m.flatten().nonzero().squeeze(1) for m in (query_mask, mask))
+    if n_queries == mask.shape[1] and int(mask.max()) > 1:
+        lengths_q = lengths_k = _run_lengths(mask, key_tokens)
+    else:  # one sequence in each row, of which the queries are a part
+        lengths_q, lengths_k = ((m > 0).sum(dim=1) for m in (query_mask, mask))
+    packed = flash_attention_varlen(
+        _pack(query, query_tokens),
+        _pack(key, key_tokens),
+        _pack(value, key_tokens),
+        _starts(lengths_q),
+        _starts(lengths_k),
+        int(lengths_q.max()),
+        int(lengths_k.max()),
+        **options,
+    )
+    assert isinstance(packed, Tensor)
+    out = packed.new_zeros(batch * n_queries, *packed.shape[1:])
+    out = out.index_copy(0, query_tokens, packed)
+    return out.view(batch, n_queries, *packed.shape[1:])
+
+
+def _pack(x: Tensor, tokens: Tensor) -> Tensor:
+    """(B, H, N, D) to (T, H, D)."""
+    return x.transpose(1, 2).flatten(0, 1).index_select(0, tokens)
+
+
+def _run_lengths(mask: Tensor, tokens: Tensor) -> Tensor:
+    """How many tokens each sequence has, for sequences packed in rows."""
+    rows = torch.arange(len(mask), device=mask.device)[:, None]
+    numbers = (rows * (mask.max() + 1) + mask).flatten()[tokens]
+    lengths: Tensor = torch.unique_consecutive(numbers, return_counts=True)[1]
+    return lengths
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    """(sequences + 1,) int32: where each sequence starts when packed, and the end."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+def _in_one_piece(mask: Tensor) -> bool:
+    """Whether no sequence of any row is interrupted by padding."""
+    begins = (mask > 0) & (F.pad(mask[:, :-1], (1, 0)) == 0)
+    return bool((begins.sum(dim=1) <= 1).all())
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction | None = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    packed: bool = False,
+    context_parallel: bool = False,
+    **_: Any,
+) -> Tensor | None:
+    """What :func:`attention_forward` must know of the mask, after a check that it is all there is.
+
+    ``attention_forward`` computes a band of the score matrix from ``is_causal`` and
+    ``sliding_window``, within each sequence. The rule that transformers would build the mask from
+    is therefore evaluated for every query, at its diagonal and at distances of 1, 2, 4, ... keys
+    from it, and must agree with such bands: causal or not, and ``local_size`` wide if that is
+    given. While ``torch.compile`` or ``torch.export`` traces, values cannot be read: then the
+    compiled code compares on the device (``torch._assert_async``), and several sequences in one row
+    are an error of :func:`attention_forward` unless ``cu_seq_lens_q`` says where they start.
+
+    Args:
+        batch_size: B.
+        q_length: N_q, the queries at positions ``q_offset`` and up.
+        kv_length: N_k, the keys at positions ``kv_offset`` and up.
+        q_offset: position of the first query.
+        kv_offset: position of the first key.
+        mask_function: (batch, head, query position, key position) to visible; None means causal.
+        attention_mask: (B, positions) bool, False for padding.
+        local_size: width of a sliding window.
+        use_vmap: whether the rule takes single positions only, as those of users may.
+        device: where the model computes.
+        packed: as given to :func:`register`.
+        context_parallel: whether sequences are spread over ranks. Their rule is that of the layer
+            then, because positions here are those of a rank's rows.
+
+    Returns:
+        (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
+        each row is one sequence without padding. While a compiler traces, () bool instead: True
+        if a row has several sequences; or if ``packed``, the numbers as int64.
+
+    Raises:
+        ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
+        RuntimeError: the same, where compiled code finds it.
+    """
+    if context_parallel:
+        if attention_mask is not None or kv_length != q_length:
+            raise ValueError(
+                f"attention_mask must be None, and caches empty, with {NAME} over ranks, but got "
+                f"{'a mask' if attention_mask is not None else 'cached keys'}. Pack sequences "
+                f"instead of padding them, and decode without context_parallel."
+            )
+        return None
+    if use_vmap and mask_function is not None:
+        mask_function = _of_single_positions(mask_function)
+    sequences = None
+    traced = torch.compiler.is_compiling()
+    if mask_function is not None:
+        queries = torch.arange(q_length, device=device) + (q_offset if traced else int(q_offset))
+        keys = (kv_offset, kv_offset + kv_length - 1)
+        if traced:
+            documents = _recognise_traced(mask_function, batch_size, queries, keys, local_size)
+            if attention_mask is None and packed and q_length == kv_length:
+                return documents
+            several = (documents > 1).any()
+            if attention_mask is None:
+                return several
+            torch._assert_async(~several, PACKED_WHILE_TRACED)
+        else:
+            sequences = _recognise(mask_function, batch_size, queries, keys, local_size)
+    if attention_mask is None:
+        return sequences
+    padding = attention_mask[:, -kv_length:]
+    if padding.shape[1] < kv_length:
+        raise ValueError(
+            f"attention_mask must cover all {kv_length} keys, but got shape "
+            f"{tuple(attention_mask.shape)}. Include the cached positions."
+        )
+    if sequences is not None:
+        return sequences * padding
+    return None if bool(padding.all()) else padding.int()
+
+
+def _of_single_positions(rule: MaskFunction) -> MaskFunction:
+    """A rule of single positions as one of tensors that broadcast."""
+
+    def of_tensors(*positions: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(*(x.shape for x in positions))
+        flat = (x.expand(shape).flatten() for x in positions)
+        visible: Tensor = torch.vmap(rule)(*flat)
+        return visible.view(shape)
+
+    return of_tensors
+
+
+def _recognise(
+    mask_function: MaskFunction,
+    batch_size: int,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+) -> Tensor | None:
+    """The sequences (B, N_k) in which the rule is a band; None if each row is only one."""
+    powers = (keys[1] - keys[0] + 1).bit_length()
+    agrees, at_an_end, sequences = _compare(
+        mask_function, batch_size, queries, keys, local_size, powers
+    )
+    if not agrees:
+        raise ValueError(NO_BAND)
+    if not at_an_end:
+        raise ValueError(
+            f"The last query must be at the position of the last key for {NAME}, but got queries "
+            f"up to {int(queries[-1])} and keys up to {keys[1]}. Use a dynamic cache "
+            f"instead of a static one."
+        )
+    return sequences.int() if int(sequences.max()) > 1 else None
+
+
+def _recognise_traced(
+    mask_function: MaskFunction,
+    batch_size: int,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+) -> Tensor:
+    """The sequence of each key, (B, N_k) int64, from 1 on in each row.
+
+    The compiled code raises the errors of :func:`_recognise`. Lengths may be symbols, so that rules
+    are evaluated up to a distance of 2**20 in any case.
+    """
+    agrees, at_an_end, sequences = _compare(
+        mask_function, batch_size, queries, keys, local_size, powers=21
+    )
+    torch._assert_async(agrees, NO_BAND)
+    torch._assert_async(at_an_end, STATIC_CACHE_WHILE_TRACED)
+    return sequences
+
+
+def _compare(
+    mask_function: MaskFunction,
+    batch_size: int,
+    queries: Tensor,
+    keys: tuple[int, int],
+    local_size: int | None,
+    powers: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rule beside the bands that are computed; nothing here depends on a value of a tensor.
+
+    Args:
+        mask_function: the rule.
+        batch_size: B.
+        queries: (N_q,), their positions.
+        keys: the first and the last position of keys.
+        local_size: width of a sliding window.
+        powers: distances of 1, 2, 4, ..., so many, are looked at in both directions.
+
+    Returns:
+        Whether the rule is a band within sequences, () bool; whether the last query is at the last
+        key or need not be, () bool; the number of each key's sequence in its row, (B, N_k) int64,
+        from 1 on.
+    """
+    first, last = keys
+    far = [2**n for n in range(powers)]
+    if local_size is not None:
+        far += [local_size - 1, local_size, local_size + 1]
+    listed = sorted({0, 1, *far, *(-d for d in (1, *far))})
+    distances = torch.tensor(listed, device=queries.device)
+    positions = queries[:, None] + distances
+    exists = (positions >= first) & (positions <= last)
+    positions = positions.clamp(first, last)
+    batch = torch.arange(batch_size, device=queries.device)[:, None, None, None]
+    head = torch.zeros_like(batch)
+    visible = mask_function(batch, head, queries[:, None], positions)
+    visible = visible.expand(batch_size, 1, *positions.shape)[:, 0].to(queries.device) & exists
+
+    causal = ~(visible & (distances > 0)).any()
+    band = ~causal | (distances <= 0)
+    if local_size is not None:
+        # On both sides some models see local_size keys; their layers pass a window of one more.
+        widest = (visible & (distances.abs() == local_size)).any()
+        width = local_size - 1 + (widest & ~causal).int()
+        band = band & (distances.abs() <= width)
+    # A sequence starts where a query does not see the key before its own.
+    n_keys = last - first + 1
+    sequences = torch.ones(batch_size, n_keys, dtype=torch.int64, device=queries.device)
+    if queries.shape[0] == n_keys and (local_size is None or local_size > 1):
+        starts = causal & ~visible[..., listed.index(-1)]
+        sequences = torch.where(causal, starts.cumsum(dim=1), sequences)
+    own = sequences[:, (queries - first).clamp(0, last - first)]
+    same = sequences[:, positions - first] == own[..., None]
+    agrees = (visible == ((band & exists) & same)).all()
+    at_an_end = queries[-1] == last
+    if local_size is None:
+        at_an_end = at_an_end | ~causal
+    return agrees, at_an_end, sequences
