@@ -417,7 +417,7 @@ def cells_of(each: Comparison) -> tuple[str, ...]:
 
 
 def percent(ratio: float) -> str:
-    """A ratio as a signed difference in per cent, without its sign."""
+    """A ratio as a difference in per cent, with plus or minus and without the unit."""
     change = 100 * (ratio - 1)
     text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
