@@ -15,8 +15,9 @@ output of attention. MFU is that of 989 TFLOP/s, counts no recomputation, and on
 that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do.
 
 ``exposed_ms`` and ``idle_ms`` are of one call more, which a profiler records: the time in which a
-GPU communicates and computes nothing, and in which it does neither, on the rank where it is most.
-``--timelines`` keeps its spans too. A row is written as soon as it is measured. A problem that does
+GPU communicates and computes nothing, and in which it does neither, on the rank where it is most;
+``exposed_min_ms`` is on the rank that waits least for others. ``--timelines`` keeps its spans too.
+With ``--repeats 0`` the recorded step, after one that is not counted, is the one that counts. A row is written as soon as it is measured. A problem that does
 not fit is a row with its error.
 """
 
@@ -116,7 +117,7 @@ class Rows:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median over some calls of the slowest rank's time, after one that is not counted."""
+    """Median over some calls of the slowest rank's time, after one that is not counted; 0 if none."""
     found = []
     for turn in range(repeats + 1):
         dist.barrier()
@@ -130,7 +131,7 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if turn:
             found.append(slowest.item())
-    return statistics.median(found)
+    return statistics.median(found) if found else 0.0
 
 
 def recorded(call: Callable[[], object], *, timelines: bool = False) -> dict[str, Any]:
@@ -145,8 +146,10 @@ def recorded(call: Callable[[], object], *, timelines: bool = False) -> dict[str
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     row = over_ranks(everyone)
-    kept = ["exposed_ms", "idle_ms", *["timeline"] * timelines]
-    return {name: row[name] for name in kept}
+    kept = ["exposed_ms", "exposed_min_ms", "idle_ms", *["timeline"] * timelines]
+    return {"recorded_ms": row["timeline"]["ranks"][0]["window_ns"] / 1e6} | {
+        name: row[name] for name in kept
+    }
 
 
 def flops(tokens: int, heads: int, head_dim: int, window: int | None) -> float:
@@ -193,9 +196,7 @@ def memory(*, copies: bool) -> dict[str, float]:
     """GiB that torch had allocated at most, and those besides that other ranks copy from."""
     if not GPU:
         return {}
-    shared = (
-        memory_for(dist.group.WORLD, DEVICE) if copies and dist.group.WORLD else ""
-    )
+    shared = memory_for(dist.group.WORLD, DEVICE) if copies and dist.group.WORLD else ""
     nbytes = 0 if isinstance(shared, str) else shared.nbytes
     return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "shared_gib": nbytes / 2**30}
 
@@ -295,16 +296,18 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
             shape["parameters"] = config.num_parameters
             try:
                 found = seconds(step, arguments.repeats)
+                spans = recorded(step)
             except torch.OutOfMemoryError as error:
                 rows.write(kind="step", **shape, error=str(error))
                 raise  # what stage 3 holds cannot be given back
+            found = found or spans["recorded_ms"] / 1e3
             all_pairs = 3 * model_flops(config, batch=1, seq=tokens)
             visible = all_pairs - 6 * config.num_layers * tokens**2 * config.d_model
             per_rank = found * dist.get_world_size() * 1e12 * PEAK_TFLOPS
             rows.write(
                 kind="step", **shape, step_s=found, tokens_per_second=tokens / found,
                 mfu=100 * visible / per_rank, mfu_all_pairs=100 * all_pairs / per_rank,
-                **memory(copies=way == "ring"), **recorded(step),
+                **memory(copies=way == "ring"), **spans,
             )  # fmt: skip
             del module, model, optimizer, step
 
