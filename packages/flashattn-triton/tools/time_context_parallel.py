@@ -17,8 +17,8 @@ that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do.
 ``exposed_ms`` and ``idle_ms`` are of one call more, which a profiler records: the time in which a
 GPU communicates and computes nothing, and in which it does neither, on the rank where it is most;
 ``exposed_min_ms`` is on the rank that waits least for others. ``--timelines`` keeps its spans too.
-With ``--repeats 0`` the recorded step, after one that is not counted, is the one that counts. A row is written as soon as it is measured. A problem that does
-not fit is a row with its error.
+With ``--repeats 0`` the recorded step, after one that is not counted, is the one that counts. A row
+is written as soon as it is measured. A problem that does not fit is a row with its error.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
+from bench_harness.traces.kineto import load, recording
+from bench_harness.traces.step import of_rank, over_ranks
+from bench_harness.traces.trace import phase
 from flashattn_triton import flash_attention
 from flashattn_triton.context_parallel import (
     all_gather_attention,
@@ -50,10 +53,6 @@ from flashattn_triton.context_parallel import (
     token_positions,
 )
 from flashattn_triton.context_parallel.peer_memory import memory_for
-
-from bench_harness.traces.kineto import load, recording
-from bench_harness.traces.step import of_rank, over_ranks
-from bench_harness.traces.trace import phase
 
 WAYS: dict[str, Callable[..., Any]] = {
     "ring": ring_attention,
@@ -117,7 +116,7 @@ class Rows:
 
 
 def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Median over some calls of the slowest rank's time, after one that is not counted; 0 if none."""
+    """Median over some calls of the slowest rank's time, after one that is not counted."""
     found = []
     for turn in range(repeats + 1):
         dist.barrier()

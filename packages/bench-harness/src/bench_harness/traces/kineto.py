@@ -3,8 +3,8 @@
 On a GPU the kernels themselves are read; communication is the kernels whose names start with
 ``nccl``, copies between GPUs and their signals, and everything else that ddp-lite and
 flashattn-triton launch for an exchange by copies: the kernels that sum, except those that a CUDA
-graph replays. On a CPU there are only host spans: computation is the outermost ATen operators, communication the spans that gloo
-records around each collective.
+graph replays. On a CPU there are only host spans: computation is the outermost ATen operators,
+communication the spans that gloo records around each collective.
 """
 
 from __future__ import annotations
