@@ -188,6 +188,17 @@ def diagonal_offset(n_queries: int, n_keys: int, problem: Problem) -> int:
     return n_keys - n_queries if problem.bottom_right else 0
 
 
+def seen_keys(
+    n_queries: int, n_keys: int, problem: Problem
+) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """The keys that a causal mask or a window does not hide from all queries, first to last + 1."""
+    left, right = problem.band
+    if problem.bottom_right:
+        first = 0 if left is None else torch.sym_max(0, n_keys - n_queries - left)
+        return first, n_keys
+    return 0, n_keys if right is None else torch.sym_min(n_keys, n_queries + right)
+
+
 # Problems by the arguments that they were made of; emptied when it is full.
 _problems: dict[Any, Problem] = {}
 _LIMIT = 4096
