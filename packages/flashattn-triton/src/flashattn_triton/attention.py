@@ -120,8 +120,9 @@ def flash_attention(
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; without that limit, and fp64 too, where the implementation is
-            "tiled" (as for CPU tensors) or "reference". Any strides (copied if the last is not 1).
+            and E from 1 to 256, in half types 512 (D 576, whose gradients are computed by tiles of
+            PyTorch); without a limit, and fp64 too, where the implementation is "tiled" (as for CPU
+            tensors) or "reference". Any strides (copied if the last is not 1).
             The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
