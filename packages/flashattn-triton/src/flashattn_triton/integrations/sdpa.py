@@ -48,10 +48,11 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
 
     ``is_causal`` (top-left), ``scale`` and ``enable_gqa`` are supported, for float16, bfloat16 and
     float32 tensors (batch, heads, sequence, head_dim) or (batch, sequence, head_dim) with head_dim
-    up to 256, and 512 in half types. An ``attn_mask`` that broadcasts to the scores is ``flash_attention``'s ``mask`` if
-    it is boolean, else its ``bias``, with a gradient. A call with dropout, or with anything else
-    that ``flash_attention`` does not compute, goes to PyTorch unchanged, is counted with its
-    reason, and is reported by a ``RuntimeWarning`` when the context ends.
+    up to 256, and 512 in half types. An ``attn_mask`` that broadcasts to the scores is
+    ``flash_attention``'s ``mask`` if it is boolean, else its ``bias``, with a gradient. A call with
+    dropout, or with anything else that ``flash_attention`` does not compute, goes to PyTorch
+    unchanged, is counted with its reason, and is reported by a ``RuntimeWarning`` when the context
+    ends.
 
     Hide keys by -inf: PyTorch's kernels do not agree on a query whose keys all have the lowest
     finite number instead, and nor do tiers here. Where all keys are hidden the output is 0.
