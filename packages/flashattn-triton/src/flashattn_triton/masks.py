@@ -99,5 +99,5 @@ def without_unseen_keys(
 
 def _with_zeros(seen: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Key and value with zeros where ``seen``, (..., H or 1, N_k), is False."""
-    unseen = ~seen[..., None] if layout == "bhsd" else ~seen.transpose(-1, -2)[..., None]
-    return key.masked_fill(unseen, 0.0), value.masked_fill(unseen, 0.0)
+    rows = seen[..., None] if layout == "bhsd" else seen.transpose(-1, -2)[..., None]
+    return torch.where(rows, key, 0.0), torch.where(rows, value, 0.0)  # in one pass each
