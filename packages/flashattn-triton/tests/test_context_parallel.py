@@ -22,7 +22,12 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from flashattn_triton import flash_attention, flash_attention_varlen
+from flashattn_triton import (
+    context_parallel,
+    flash_attention,
+    flash_attention_varlen,
+    largest_scores,
+)
 from flashattn_triton.context_parallel import (
     RankLostError,
     all_gather_attention,
@@ -190,6 +195,12 @@ def compare(rank: int, world_size: int, way: str, name: str) -> None:
     for x, y in zip(found[5:], expected[5:], strict=True):  # sinks: the sum over ranks
         dist.all_reduce(x)
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    if way == "ring":
+        given = {x: y for x, y in keywords.items() if x != "sinks"}
+        largest = largest_scores(whole[0].detach(), whole[1].detach(), **given)
+        torch.testing.assert_close(
+            context_parallel.largest_scores(*own[:2], **options), largest, rtol=1e-4, atol=1e-4
+        )
     back = unshard_tokens(results[0].detach(), dim=dim, cu_seqlens=starts)
     assert back.shape == expected[0].shape
     if dtype == torch.float32:
