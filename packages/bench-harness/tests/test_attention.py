@@ -421,10 +421,11 @@ def test_what_features_cost_is_measured_beside_plain_attention() -> None:
         for feature, status in zip(frame["feature"], frame["status"], strict=True)
     ]
     lines = tables_of(quiet)["Attention features"].set_index(["attention", "feature"])
+    lines = lines.sort_index()
     assert (lines.loc[("naive", "bias"), [f"{each} (ratio)" for each in passes]] == 1.5).all()
     assert (lines.loc[("naive", "alibi"), [f"{each} (ratio)" for each in passes]] == 1.0).all()
     assert lines.loc[("naive", "bias"), "forward (ms)"] == 3.0
-    ratios = tables_of(quiet)["Attention grid"].set_index(["attention", "feature"])
+    ratios = tables_of(quiet)["Attention grid"].set_index(["attention", "feature"]).sort_index()
     assert (ratios.loc[("naive", "bias"), "speedup over the first (ratio)"] == 1.0).all()
 
 
