@@ -58,6 +58,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.course.precision import Precision
 from tools.pages import recomputation, timelines, versions
 from tools.pages import rows as published
 from tools.pages.loss_curves import LossCurves
@@ -148,7 +149,10 @@ class _Page:
 
 def _experiment(name: str) -> experiments.Experiment:
     """An experiment of the package, or the repository's own."""
-    return LossCurves() if name == LossCurves.name else experiments.get(name)
+    own: dict[str, experiments.Experiment] = {
+        each.name: each for each in (LossCurves(), Precision())
+    }
+    return own.get(name) or experiments.get(name)
 
 
 def render(file: Path) -> Rendered:

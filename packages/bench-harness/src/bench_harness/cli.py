@@ -40,6 +40,7 @@ _REMOVED = {
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
     "--picture": "Use trace --page FILE.html, which draws every kernel, to search and to zoom.",
+    "precision": "It is a tool of the repository: python -m tools.course precision FILE.jsonl.",
     "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
     "are measured by python -m tools.pages curves.",
     **dict.fromkeys(

@@ -26,7 +26,7 @@ _Shown = TypeVar("_Shown")
 #: What is measured comes first, then what is calculated or explained, then experiments of others.
 _FIRST = (
     *("train-step", "model", "memory", "profile", "attention", "allreduce"),
-    *("accounting", "precision"),
+    "accounting",
 )
 
 #: Damaged lines and cases that a report names one by one.
