@@ -149,10 +149,10 @@ class _Page:
 
 def _experiment(name: str) -> experiments.Experiment:
     """An experiment of the package, or the repository's own."""
-    own: dict[str, experiments.Experiment] = {
-        each.name: each for each in (LossCurves(), Precision())
-    }
-    return own.get(name) or experiments.get(name)
+    for own in (LossCurves(), Precision()):
+        if name == own.name:
+            return own
+    return experiments.get(name)
 
 
 def render(file: Path) -> Rendered:
