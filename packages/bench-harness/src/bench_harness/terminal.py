@@ -85,11 +85,11 @@ def summary(report: Report, page: Path, console: Console) -> None:
         line(console, note, style="yellow")
     for section in report.sections:
         for case in section.cases:
-            if case.error is not None:
+            if case["error"] is not None:
                 # Of a case that went on, the error is that of a variant which was left out.
-                status = "skipped" if case.status == "ok" else case.status
+                status = "skipped" if case["status"] == "ok" else case["status"]
                 text = Text(f"{status:<7} ", style=STYLES[status])
-                text.append(f"{case.label}: {case.error}", style="default")
+                text.append(f"{case['label']}: {case['error']}", style="default")
                 console.print(text, no_wrap=True, overflow="ellipsis")
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
