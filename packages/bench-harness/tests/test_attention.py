@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tools.pages import out_of_memory
 from torch import Tensor
 
 from bench_harness import attentions, experiments
@@ -343,8 +344,7 @@ def test_the_smallest_cell_without_memory_is_explained() -> None:
         **{**QUICK, "sequences": (8192, 16384), "batch": 8, "variants": ("naive",)}
     )
     rows = [stored(case, [{"ended": {"status": "oom", "error": "why"}}])[0] for case in cases]
-    tables = {table.title: table for table in experiment.tables(to_frame(reversed(rows)))}
-    found = tables["Memory of the smallest cell that ran out"]
+    found = out_of_memory.table(to_frame(reversed(rows)))
     assert "sequence 8192" in found.note
     sizes = found.frame.set_index("tensor")["size (MiB)"]
     assert sizes["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
