@@ -46,8 +46,8 @@ REMOVED = {
     "additions": "Leave it out: 0.01 is added 1000 times.",
     "attention": "Profile it with train-step, whose variants have attentions.",
     "autocast": "Leave it out: both dtypes are shown.",
-    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.training_memory.",
-    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.fsdp_ranks.",
+    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
+    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
 }
 
 
