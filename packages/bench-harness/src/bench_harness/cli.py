@@ -366,16 +366,11 @@ def _trace(
 
 def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
-    from rich.console import Console
-
-    from bench_harness import environment, terminal
+    from bench_harness import environment
 
     description = environment.describe()
-    if as_json:
-        identity = environment.fingerprint(description)
-        typer.echo(json.dumps({"environment id": identity, **description}))
-        return 0
-    terminal.machine(description, environment.fingerprint(description), Console())
+    shown = {"environment id": environment.fingerprint(description), **description}
+    typer.echo(json.dumps(shown, indent=None if as_json else 2, ensure_ascii=False))
     return 0
 
 

@@ -408,10 +408,12 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
     if (frame["kv_heads"] == frame["heads"]).all():
         frame["kv_heads"] = None
-    if "plan" in frame:
-        frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
     if "ran" in frame:
         frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
+        frame["tier"] = frame["ran"].where(frame["variant"].str.startswith("flashattn-triton"))
+    if "plan" in frame:  # as rows said it before
+        tier = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+        frame["tier"] = tier if "tier" not in frame else frame["tier"].where(tier.isna(), tier)
     if "varied" in frame and "first_ms" in frame:
         frame["first_time_ms"] = frame["first_ms"].where(frame["varied"].notna())
     if "flops" in frame:
