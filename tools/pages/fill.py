@@ -58,7 +58,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.pages import recomputation, timelines, versions
+from tools.course.precision import Precision
+from tools.pages import out_of_memory, recomputation, timelines, versions
 from tools.pages import rows as published
 from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
@@ -148,7 +149,10 @@ class _Page:
 
 def _experiment(name: str) -> experiments.Experiment:
     """An experiment of the package, or the repository's own."""
-    return LossCurves() if name == LossCurves.name else experiments.get(name)
+    for own in (LossCurves(), Precision()):
+        if name == own.name:
+            return own
+    return experiments.get(name)
 
 
 def render(file: Path) -> Rendered:
@@ -288,10 +292,11 @@ def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
         key = (name, *map(str, files), *wanted.get("cases", []))
         if key not in recipes.page.tables:
             made = _experiment(name).tables(to_frame(rows))
-            if wanted.get("table") == recomputation.TITLE:
-                made.append(recomputation.table(to_frame(rows)))
             recipes.page.tables[key] = {table.title: table.frame for table in made}
         tables = recipes.page.tables[key]
+        for own in (out_of_memory, recomputation):
+            if wanted.get("table") == own.TITLE:
+                tables[own.TITLE] = own.table(to_frame(rows)).frame
         if wanted.get("table") not in tables:
             raise ValueError(
                 f"table must be one of {', '.join(tables)}, but got {wanted.get('table')!r}. "

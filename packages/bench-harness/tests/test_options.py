@@ -90,11 +90,6 @@ def test_texts_become_values(toy: Experiment, name: str, text: str, value: objec
     assert options.build(toy, {name: text}, written=True)[name] == value
 
 
-def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
-    (kinds, *_) = options.declared(toy)
-    assert options._completion(kinds)("ok,han") == ["ok,hangs"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -65,6 +65,11 @@ def is_number(value: JsonValue) -> bool:
         return False
 
 
+def _fits(value: JsonValue) -> bool:
+    """Whether a value can stand in a column of numbers: no integer beyond what a float holds."""
+    return not isinstance(value, int) or abs(value) < 1 << 1023
+
+
 def _is_count(value: JsonValue) -> bool:
     return type(value) is int and 0 < value < 1 << 31
 
@@ -104,7 +109,7 @@ _NEEDED: dict[str, Callable[[Any], bool]] = {
     "environment": _is_text,
     "started": _is_text,
     "seconds": lambda value: is_number(value) and value >= 0,
-    "config": lambda value: isinstance(value, dict),
+    "config": lambda value: isinstance(value, dict) and all(map(_fits, value.values())),
     "error": _is_text_or_none,
     "detail": _is_text_or_none,
     "commit": _is_text_or_none,
@@ -123,14 +128,10 @@ def problem(row: Row) -> str | None:
         if not right(row[name]):
             return f"its {name} is {_short(row[name])}"
     for name, value in row.items():
-        right = _is_samples if name.startswith("samples") else _CHECKED.get(name, _anything)
+        right = _is_samples if name.startswith("samples") else _CHECKED.get(name, _fits)
         if not right(value):
             return f"its {name} is {_short(value)}"
     return None
-
-
-def _anything(value: JsonValue) -> bool:
-    return True
 
 
 def _short(value: JsonValue) -> str:
