@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -533,6 +533,17 @@ class Place:
         """The tensor that holds this rank's elements, from a vector of them."""
         return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
 
+    def beside(self, size: torch.Size) -> Place:
+        """Where a tensor of another size lies that belongs to this one, which has one owner."""
+        numel = size.numel()
+        return replace(
+            self,
+            size=size,
+            stride=torch.empty(size, device="meta").stride(),
+            span_of=lambda rank: None if self.span_of(rank) is None else (0, numel),
+            form=size if self.whole_here else torch.Size([0]),
+        )
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Row:
@@ -550,6 +561,10 @@ class Row:
     def described(self) -> tuple[torch.dtype, tuple[int, ...], int, int]:
         """What the other ranks are told: dtype, shape of the whole, first element, their number."""
         return self.tensor.dtype, tuple(self.place.size), *self.place.span
+
+    def copied(self) -> Row:
+        """A copy on the CPU, which training does not change."""
+        return Row(place=self.place, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
 def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:

@@ -43,13 +43,14 @@ from shard_optim.optimizer_class import (
     Partition,
     all_params,
     as_groups,
+    by_number,
     default_settings,
     describe_groups,
     name_of,
     pack_groups,
     settings_of,
 )
-from shard_optim.optimizer_state import OptimizerState
+from shard_optim.optimizer_state import OptimizerState, check_state_dict
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
@@ -562,16 +563,14 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        state, problem = self.own_state(), None
-        moments: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
+        problem = None
         try:
-            moments, values = state.take_apart(given, whole=False)
-            problem = state.problem(dict.fromkeys(moments), values)
+            check_state_dict(given)
         except ValueError as error:
             problem = str(error)
+        self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        state.install(moments, values)
+        self._install(by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -580,7 +579,9 @@ class ShardedOptimizer(Optimizer):
         held = {index: place for index, place in self.local.places().items() if place.held}
         stage = 3 if self._over_shards else 1 if self._reducer is None else 2
         origin = describe(self.mesh, self._steps, held, stage=stage)
-        return origin | {"partition": self.partition}
+        groups = [len(group["params"]) for group in self.param_groups]
+        settings = {"partition": self.partition, "optimizer": self.optimizer_cls.__qualname__}
+        return origin | settings | {"groups": groups}
 
     def _install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         self.local.install(states, settings)
