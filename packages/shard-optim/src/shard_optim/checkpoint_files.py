@@ -82,7 +82,7 @@ def write_folder(
         return {key: row.described for key, row in rows.items()}, values
 
     plans, merged = agreed(on_every_rank(words, prepare, gather))
-    written = on_every_rank(words, lambda: _write_file(folder, rank, rows), gather)
+    written = on_every_rank(words, lambda: write_file(folder, rank, rows), gather)
 
     def finish() -> None:
         if rank == 0:
@@ -134,7 +134,7 @@ class _Checksummed:
         return self._file.write(data)
 
 
-def _write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
     """Writes one rank's file; returns for each key the fields of its ``Part`` that it decides."""
     name, places = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
