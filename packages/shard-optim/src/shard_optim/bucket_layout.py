@@ -153,16 +153,30 @@ def plan_buckets(
         raise ValueError(
             f"numels must be at least 0, but got {negative[0]}. Pass each parameter's numel()."
         )
-    if partition == "flat":
-        return [
-            _flat_bucket(members, numels, world_size, alignment)
-            for members in _split_by_size(numels, bucket_numel, first)
-        ]
-    totals = [0] * world_size
-    return [
-        _whole_bucket(members, numels, totals, alignment)
-        for members in _split_by_padding(numels, bucket_numel, world_size)
-    ]
+    flat, totals, plans = partition == "flat", [0] * world_size, []
+    split = _split_by_size(numels, bucket_numel, first)
+    for members in split if flat else _split_by_padding(numels, bucket_numel, world_size):
+        sizes = [numels[index] for index in members]
+        padded = [round_up(size, alignment) for size in sizes]
+        offsets = list(accumulate(padded, initial=0))[:-1]
+        chunk = -(-(offsets[-1] + sizes[-1]) // world_size)
+        if not flat:
+            owned = assign_owners(padded, totals)
+            chunk = max(sum(padded[at] for at in mine) for mine in owned)
+            for rank, mine in enumerate(owned):
+                starts = accumulate((padded[at] for at in mine), initial=rank * chunk)
+                for at, start in zip(mine, starts, strict=False):
+                    offsets[at] = start
+        plans.append(
+            BucketPlan(
+                members=tuple(members),
+                offsets=tuple(offsets),
+                numels=tuple(sizes),
+                chunk=chunk,
+                world_size=world_size,
+            )
+        )
+    return plans
 
 
 def _check_partition(partition: Partition) -> None:
@@ -209,42 +223,24 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _flat_bucket(
-    members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
-) -> BucketPlan:
-    offsets, filled = [], 0
-    for index in members:
-        offsets.append(round_up(filled, alignment))
-        filled = offsets[-1] + numels[index]
-    return BucketPlan(
-        members=tuple(members),
-        offsets=tuple(offsets),
-        numels=tuple(numels[index] for index in members),
-        chunk=-(-filled // world_size),
-        world_size=world_size,
-    )
+def assign_owners(costs: Sequence[int], totals: list[int]) -> list[list[int]]:
+    """Divides items over ranks, most costly first, each to the rank with the lowest cost so far.
 
+    Args:
+        costs: of each item.
+        totals: each rank's cost before, which breaks ties; this assignment is added.
 
-def _whole_bucket(
-    members: Sequence[int], numels: Sequence[int], totals: list[int], alignment: int
-) -> BucketPlan:
-    """Greedy by size; ``totals`` carries each rank's load over buckets and breaks ties."""
-    world_size = len(totals)
-    loads = [0] * world_size
-    location: dict[int, tuple[int, int]] = {}  # parameter -> (rank, offset in its range)
-    for index in sorted(members, key=lambda index: (-numels[index], index)):
-        rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
-        location[index] = (rank, loads[rank])
-        loads[rank] += round_up(numels[index], alignment)
-        totals[rank] += numels[index]
-    chunk = max(loads)
-    return BucketPlan(
-        members=tuple(members),
-        offsets=tuple(location[index][0] * chunk + location[index][1] for index in members),
-        numels=tuple(numels[index] for index in members),
-        chunk=chunk,
-        world_size=world_size,
-    )
+    Returns:
+        For every rank, the positions of its items, most costly first.
+    """
+    owned: list[list[int]] = [[] for _ in totals]
+    loads = [0] * len(totals)
+    for position in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
+        rank = min(range(len(totals)), key=lambda rank: (loads[rank], totals[rank], rank))
+        owned[rank].append(position)
+        loads[rank] += costs[position]
+        totals[rank] += costs[position]
+    return owned
 
 
 # --- one flat buffer -----------------------------------------------------------------------
