@@ -23,7 +23,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication
 from shard_optim.optimizer_class import Groups, Partition, all_params, name_of
 
-PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
+PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
 MIB = 1024**2
 
@@ -60,8 +62,7 @@ SHARDED = "_sharded"
 # --- plans -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """The part of one parameter that one rank owns: elements ``[start, start + length)``."""
 
     start: int
@@ -105,10 +106,10 @@ class BucketPlan:
         offset, numel = self.offsets[position], self.numels[position]
         if numel == 0:
             owner = min(offset // max(self.chunk, 1), self.world_size - 1)
-            return Span(start=0, length=0) if rank == owner else None
+            return Span(0, 0) if rank == owner else None
         begin = max(offset, rank * self.chunk)
         end = min(offset + numel, (rank + 1) * self.chunk)
-        return Span(start=begin - offset, length=end - begin) if begin < end else None
+        return Span(begin - offset, end - begin) if begin < end else None
 
 
 def plan_buckets(
@@ -368,16 +369,11 @@ class Bucket:
         """Which rank holds which elements of the state of one parameter."""
         param = self.params[position]
         shard = next((s for s in self.shards if s.index == self.indices[position]), None)
-
-        def span_of(rank: int) -> tuple[int, int] | None:
-            span = self.plan.span(position, rank)
-            return None if span is None else (span.start, span.length)
-
         return Place(
             name=self.names[position],
             size=param.size(),
             stride=param.stride(),
-            span_of=span_of,
+            span_of=partial(self.plan.span, position),
             replicated=False,
             rank=self.rank,
             form=torch.Size([0]) if shard is None else shard.tensor.size(),
@@ -507,7 +503,8 @@ class Place:
     @property
     def span(self) -> tuple[int, int]:
         """The first element that this rank holds, and their number."""
-        return self.span_of(self.rank) or (0, 0)
+        first, count = self.span_of(self.rank) or (0, 0)
+        return first, count  # which saved state holds: no Span
 
     @property
     def held(self) -> bool:

@@ -156,8 +156,6 @@ class ShardedOptimizer(Optimizer):
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
         self._class_arguments = kwargs
-        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._exposed_is_current = True
         self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
@@ -246,18 +244,15 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
-        if not self._exposed_is_current:
-            self._exposed.clear()
-            params = self.all_params()
-            for index, state in self.local.states().items():
-                if own := {key: value for key, value in state.items() if key != MASTER}:
-                    self._exposed[params[index]] = own
-            self._exposed_is_current = True
-        return self._exposed
+        params, found = self.all_params(), defaultdict[Tensor, Any](dict)
+        for index, state in self.local.states().items():
+            if own := {key: value for key, value in state.items() if key != MASTER}:
+                found[params[index]] = own
+        return found
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._exposed = state
+        """The base class's constructor sets an empty one; the parts' is in ``local``."""
 
     # --- parameters and groups -------------------------------------------------------------
 
@@ -360,7 +355,6 @@ class ShardedOptimizer(Optimizer):
         self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
-        self._exposed_is_current = False
         if self._reducer is not None:
             self._reducer.discard()
         if self._waits is None:
@@ -587,4 +581,3 @@ class ShardedOptimizer(Optimizer):
         self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
-        self._exposed_is_current = False
