@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,7 +36,7 @@ from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import Mesh
-from shard_optim.offload import OffloadedOptimizer, check_offload
+from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import (
     Groups,
     Partition,
@@ -163,7 +162,7 @@ class ShardedOptimizer(Optimizer):
         self._steps = 0
         make: Callable[..., Optimizer] = optimizer_cls
         if offload_state:
-            make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
+            make = offloaded(optimizer_cls)
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
             make,
             partition=partition,
