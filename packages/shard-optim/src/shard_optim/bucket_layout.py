@@ -259,7 +259,6 @@ class Shard:
         begin: their place inside this rank's range of the bucket.
         view: those elements inside the parameter's storage: one-dimensional under "flat", of the
             parameter's own shape under "whole".
-        tensor: what the local optimizer updates: ``view`` itself, or a master copy of it.
     """
 
     param: Tensor
@@ -268,12 +267,6 @@ class Shard:
     span: Span
     begin: int
     view: Tensor
-    tensor: Tensor
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates a higher-precision copy."""
-        return self.tensor is not self.view
 
 
 class Bucket:
@@ -335,7 +328,6 @@ class Bucket:
                         span=span,
                         begin=begin - self.rank * plan.chunk,
                         view=view,
-                        tensor=view,
                     )
                 )
 
@@ -376,7 +368,7 @@ class Bucket:
             span_of=partial(self.plan.span, position),
             replicated=False,
             rank=self.rank,
-            form=torch.Size([0]) if shard is None else shard.tensor.size(),
+            form=torch.Size([0]) if shard is None else shard.view.size(),
         )
 
     def describe(self, what: str) -> str:
