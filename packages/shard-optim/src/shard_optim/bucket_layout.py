@@ -137,23 +137,8 @@ def plan_buckets(
             gradients are the last that backward makes, so nothing hides its reduction.
         alignment: parameters start at multiples of this many elements, because matrix kernels
             are slower on misaligned operands.
-
-    Raises:
-        ValueError: for an unknown partition, a negative number of elements, or a size or world size
-            below 1.
     """
-    _check_partition(partition)
     first = bucket_numel if first_numel is None else first_numel
-    if min(world_size, bucket_numel, first, alignment) < 1:
-        raise ValueError(
-            "world_size, bucket_numel, first_numel and alignment must be at least 1, but got "
-            f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
-            f"alignment={alignment}. Leave out what has a default."
-        )
-    if negative := [numel for numel in numels if numel < 0]:
-        raise ValueError(
-            f"numels must be at least 0, but got {negative[0]}. Pass each parameter's numel()."
-        )
     flat, totals, plans = partition == "flat", [0] * world_size, []
     split = _split_by_size(numels, bucket_numel, first)
     for members in split if flat else _split_by_padding(numels, bucket_numel, world_size):
@@ -178,14 +163,6 @@ def plan_buckets(
             )
         )
     return plans
-
-
-def _check_partition(partition: Partition) -> None:
-    if partition not in PARTITIONS:
-        raise ValueError(
-            f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless the "
-            "optimizer looks at shapes."
-        )
 
 
 def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
@@ -570,29 +547,16 @@ def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
 # --- all of them -----------------------------------------------------------------------------
 
 
-def check_placement(partition: Partition, bucket_size_mb: float | None) -> None:
-    """Refuses arguments of ``Placement``.
-
-    Raises:
-        ValueError: for an unknown partition, or a size that is not positive and finite.
-    """
-    _check_partition(partition)
-    if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
-        raise ValueError(
-            f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
-            "out for an eighth of the parameters."
-        )
-
-
 class Placement:
     """Puts trainable parameters into buckets, and remembers which are frozen.
 
     Args:
-        communication: of the ranks that share each bucket.
-        ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
-            and begins with smaller ones. See ``check_placement``.
+            and begins with smaller ones.
+
+    Raises:
+        ValueError: for an unknown partition, or a size that is not positive and finite.
 
     Attributes:
         bucket_size_mb: as given.
@@ -600,56 +564,63 @@ class Placement:
         frozen: numbers of the parameters that have no place.
     """
 
-    def __init__(
-        self,
-        communication: Communication,
-        ranks: Ranks,
-        partition: Partition,
-        bucket_size_mb: float | None,
-    ) -> None:
+    def __init__(self, partition: Partition, bucket_size_mb: float | None) -> None:
+        if partition not in PARTITIONS:
+            raise ValueError(
+                f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless "
+                "the optimizer looks at shapes."
+            )
+        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+            raise ValueError(
+                f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
+                "out for an eighth of the parameters."
+            )
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
-        self._communication, self._ranks = communication, ranks
         self._partition: Partition = partition
 
-    def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
-        """Makes buckets for the trainable ones of these parameters."""
+    def place(
+        self, groups: Groups, added: Iterable[int], communication: Communication, ranks: Ranks
+    ) -> list[Bucket]:
+        """Makes buckets for added parameters, and for frozen ones that have become trainable.
+
+        Args:
+            groups: all groups of parameters.
+            added: numbers of parameters that were not placed before.
+            communication: of the ranks that share each bucket.
+            ranks: these ranks.
+
+        Returns:
+            The new buckets, the same on every rank.
+        """
         params = all_params(groups)
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        for index in indices:
+        candidates, self.frozen = [*self.frozen, *added], []
+        for index in candidates:
             if params[index].requires_grad:
                 kinds[params[index].dtype, params[index].device].append(index)
             else:
                 self.frozen.append(index)
-        added = []
+        made = []
         for (dtype, _), members in kinds.items():
-            for plan in self._plan([params[index].numel() for index in members], dtype):
+            numels = [params[index].numel() for index in members]
+            for plan in self._plan(numels, dtype, ranks.size):
                 chosen = [members[position] for position in plan.members]
-                added.append(
-                    Bucket(
-                        [params[index] for index in chosen],
-                        indices=chosen,
-                        names=[name_of(groups, index) for index in chosen],
-                        plan=plan,
-                        shaped=self._partition == "whole",
-                        communication=self._communication,
-                        ranks=self._ranks,
-                    )
+                bucket = Bucket(
+                    [params[index] for index in chosen],
+                    indices=chosen,
+                    names=[name_of(groups, index) for index in chosen],
+                    plan=plan,
+                    shaped=self._partition == "whole",
+                    communication=communication,
+                    ranks=ranks,
                 )
-        self.buckets += added
-        return added
+                made.append(bucket)
+        self.buckets += made
+        return made
 
-    def place_unfrozen(self, groups: Groups) -> list[Bucket]:
-        """Makes buckets for parameters that became trainable; the same on every rank."""
-        if not self.frozen:
-            return []
-        params = all_params(groups)
-        thawed = [index for index in self.frozen if params[index].requires_grad]
-        self.frozen = [index for index in self.frozen if index not in thawed]
-        return self.place(groups, thawed)
-
-    def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
+    def _plan(self, numels: Sequence[int], dtype: torch.dtype, world_size: int) -> list[BucketPlan]:
         size_mb, first = self.bucket_size_mb, None
         if size_mb is None:
             share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
@@ -657,7 +628,7 @@ class Placement:
             first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
-            world_size=self._ranks.size,
+            world_size=world_size,
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,

@@ -22,7 +22,6 @@ from shard_optim.bucket_layout import (
     Placement,
     check_gradient,
     check_layout,
-    check_placement,
 )
 from shard_optim.bucket_reduction import GradientReducer
 from shard_optim.communication import (
@@ -170,7 +169,7 @@ class ShardedOptimizer(Optimizer):
             master_dtype=master_dtype,
             kwargs=kwargs,
         )
-        check_placement(partition, bucket_size_mb)
+        self._placement = Placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
         check_update(
@@ -214,13 +213,12 @@ class ShardedOptimizer(Optimizer):
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._communication = resolve_communication(communication, self.ranks)
-        self._placement = Placement(self._communication, self.ranks, partition, bucket_size_mb)
         self._reducer = None
         if reduce_gradients:
             self._reducer = GradientReducer(self._communication, self.ranks)
         if over is None:
             self._agree(self.param_groups)
-            self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
+            self._place(range(len(self.all_params())))
         self._constructed = True
 
     @property
@@ -283,8 +281,7 @@ class ShardedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         if self._constructed and not self._over_shards:
-            added = range(first, first + len(group["params"]))
-            self._register(self._placement.place(self.param_groups, added))
+            self._place(range(first, first + len(group["params"])))
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -318,7 +315,11 @@ class ShardedOptimizer(Optimizer):
             remedy="Build the same optimizer on every rank.",
         )
 
-    def _register(self, added: Sequence[Bucket]) -> None:
+    def _place(self, numbers: Iterable[int]) -> None:
+        """Makes buckets for these parameters, and for frozen ones that have become trainable."""
+        added = self._placement.place(self.param_groups, numbers, self._communication, self.ranks)
+        if not added:
+            return
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
@@ -376,8 +377,8 @@ class ShardedOptimizer(Optimizer):
                 'overlap="next-forward" needs to know the module whose forward waits. Call '
                 "attach(module) before the first step."
             )
-        if thawed := self._placement.place_unfrozen(self.param_groups):
-            self._register(thawed)
+        if self._placement.frozen:
+            self._place(())
         for bucket in self.buckets:
             bucket.check_storage()
         # First, because a rank that lacks a gradient has launched fewer reductions so far.
