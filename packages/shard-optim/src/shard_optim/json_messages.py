@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ddp_lite.ranks import Ranks, all_gather_json
-from shard_optim.stored_tensor import from_bytes
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -36,16 +35,8 @@ def all_gather_values(value: Any, communicator: Any) -> list[Any]:
         TypeError: on every rank, if any rank's value cannot be encoded.
         ValueError: on every rank, if the messages need more than 256 MiB in all.
     """
-    problem, encoded = None, None
-    try:
-        encoded = encode(value)
-    except TypeError as error:
-        problem = str(error)  # sent to all ranks, which would otherwise wait for this one
-    everyone = all_gather_json([problem, encoded], communicator)
-    for rank, (problem, _) in enumerate(everyone):
-        if problem is not None:
-            raise TypeError(f"{problem} (on rank {rank} of {communicator.size()})")
-    return [decode(encoded) for _, encoded in everyone]
+    everyone = all_gather_json(_message(value), communicator)
+    return [_content(each, rank, communicator.size()) for rank, each in enumerate(everyone)]
 
 
 def broadcast_value(value: Any, ranks: Ranks) -> Any:
@@ -58,21 +49,27 @@ def broadcast_value(value: Any, ranks: Ranks) -> Any:
     Raises:
         TypeError: on every rank, if the value cannot be encoded.
     """
-    message = b""
-    if ranks.rank == 0:
-        try:
-            message = json.dumps([None, encode(value)]).encode()
-        except TypeError as error:
-            message = json.dumps([str(error), None]).encode()
+    message = bytearray(json.dumps(_message(value if ranks.rank == 0 else None)).encode())
     size = torch.tensor([len(message)], device=ranks.device)
     ranks.overwrite_with_rank_0([size])
-    data = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
-    if ranks.rank == 0:
-        data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    data = torch.frombuffer(message.ljust(int(size)), dtype=torch.uint8)[: int(size)]
+    data = data.to(ranks.device)
     ranks.overwrite_with_rank_0([data])
-    problem, encoded = json.loads(tensor_bytes(data.cpu()))
+    return _content(json.loads(tensor_bytes(data.cpu())), 0, ranks.size)
+
+
+def _message(value: Any) -> list[Any]:
+    """A problem, which must reach the ranks that wait for this one, or None; and the value."""
+    try:
+        return [None, encode(value)]
+    except TypeError as error:
+        return [str(error), None]
+
+
+def _content(message: list[Any], rank: int, size: int) -> Any:
+    problem, encoded = message
     if problem is not None:
-        raise TypeError(f"{problem} (on rank 0 of {ranks.size})")
+        raise TypeError(f"{problem} (on rank {rank} of {size})")
     return decode(encoded)
 
 
@@ -138,3 +135,10 @@ def tensor_bytes(values: Tensor) -> bytearray:
     if memory:  # frombuffer refuses an empty one
         torch.frombuffer(memory, dtype=torch.uint8).copy_(values.view(torch.uint8))
     return memory
+
+
+def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
+    """The memory as a vector."""
+    if not memory:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
