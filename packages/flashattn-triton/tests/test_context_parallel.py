@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 from flashattn_triton import (
     context_parallel,
@@ -354,6 +355,16 @@ def use(rank: int, world_size: int, what: str) -> None:
             assert torch.equal(attend(x), attend(x.detach()))
         with torch.inference_mode():
             assert not attend(x).requires_grad
+    elif what == "counted operations":
+        with FlopCounterMode(display=False) as counter:
+            attend(x).sum().backward()
+        all_pairs = 2 * (8 * world_size) ** 2  # of two heads
+        assert counter.get_total_flops() * world_size == 2 * all_pairs * 16 * (2 + 5)
+        starts, p = torch.tensor([0, 3, 8 * world_size]), x.detach()[0].transpose(0, 1)
+        with FlopCounterMode(display=False) as counter:
+            all_gather_attention(p, p, p, cu_seqlens=starts)
+        pairs = 2 * (3**2 + (8 * world_size - 3) ** 2)
+        assert counter.get_total_flops() == 2 * (pairs // 2 // world_size) * 2 * 16 * 2
     elif what == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             assert context_parallel_attention(x, x, x).dtype == torch.bfloat16
@@ -381,6 +392,7 @@ USES = [
     "deterministic gradients",
     "a checkpoint",
     "no gradients",
+    "counted operations",
     "autocast",
     "second derivatives",
     "groups",

@@ -84,7 +84,7 @@ def small(config_class: Any, changes: Mapping[str, Any] | None = None) -> Any:
             del given[refused[1]]
     for name, part in config_class.sub_configs.items():
         kind = type(getattr(config, name, None)) if part is transformers.AutoConfig else part
-        if issubclass(kind, transformers.PreTrainedConfig):
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedConfig):
             setattr(config, name, small(kind, changes))
     for name, value in vars(config).items():
         if "drop" in name and isinstance(value, float):
@@ -219,6 +219,8 @@ def reason_of(error: Exception) -> str:
 
 def not_tried(model_class: Any, reason: str) -> tuple[str, str]:
     """The verdict on a family of which no recipe makes a small model that runs."""
+    if reason.startswith("needs "):
+        return "not tried", reason
     contents = vars(sys.modules.get(model_class.__module__, object))
     parts = [
         getattr(part, "model_type", "") or "any"

@@ -102,14 +102,6 @@ class Tiling:
         )
 
 
-def check_tiling_type(tiling: object) -> None:
-    """Raises ``TypeError`` unless ``tiling`` is a :class:`Tiling` or None."""
-    if tiling is not None and not isinstance(tiling, Tiling):
-        raise TypeError(
-            f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
-        )
-
-
 def _tiles(numbers: Sequence[int]) -> Tiles:
     queries, keys, warps, stages, *use_tma = numbers
     return Tiles(queries, keys, warps, stages, use_tma=any(use_tma))

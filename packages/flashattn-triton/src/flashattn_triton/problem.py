@@ -20,7 +20,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from flashattn_triton.configs import Tiling, check_tiling_type
+from flashattn_triton.configs import Tiling
 
 Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
 Layout = Literal["bhsd", "bshd"]
@@ -276,7 +276,10 @@ def _checked(
     if layout != "thd":
         check_layout(layout)
     check_implementation(implementation)
-    check_tiling_type(tiling)
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise TypeError(
+            f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
+        )
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),
