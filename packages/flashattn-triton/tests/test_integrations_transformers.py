@@ -454,6 +454,7 @@ def test_models_with_attention_of_their_own_are_refused_when_they_are_built(kind
     [
         ("PegasusX", {}, "not causal"),
         ("NllbMoe", {}, "not causal"),
+        ("BigBirdPegasus", {}, "mask of scores"),
         ("Phimoe", {"sliding_window": 6}, "sliding window"),
     ],
 )

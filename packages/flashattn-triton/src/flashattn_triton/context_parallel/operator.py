@@ -197,8 +197,9 @@ def _flops(query: Tensor, value: Tensor, rest: Sequence[Any], over: tuple[int, i
         pairs = len(query) * (len(query) // rows) * size
     else:
         pairs = int(starts.diff().square().sum()) // size
-    heads: int = query.shape[1]
-    return 2 * heads * pairs * (over[0] * query.shape[2] + over[1] * value.shape[2])
+    widths = over[0] * query.shape[2] + over[1] * value.shape[2]
+    total: int = 2 * query.shape[1] * pairs * widths
+    return total
 
 
 @register_flop_formula(torch.ops.flashattn_triton.context_forward, get_raw=True)
