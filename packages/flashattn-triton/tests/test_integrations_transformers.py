@@ -466,6 +466,23 @@ def test_models_whose_layers_contradict_their_masks_are_refused(kind, settings, 
         )
 
 
+def test_layers_that_contradict_the_rule_of_a_padding_mask_are_refused():
+    def causal(batch, head, query, key):
+        return key <= query
+
+    mask = integration.attention_mask(2, 5, 5, mask_function=causal, attention_mask=MASK)
+    q = torch.randn(2, 2, 5, 8)
+    layer = torch.nn.Module()
+    layer.is_causal = True
+    integration.attention_forward(layer, q, q, q, mask)
+    layer.is_causal = False
+    with pytest.raises(ValueError, match="got False with a mask that is causal"):
+        integration.attention_forward(layer, q, q, q, mask)
+
+
+MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]], dtype=torch.bool)
+
+
 def test_layers_that_do_not_say_whether_they_are_causal_are_refused():
     tensors = torch.randn(3, 1, 2, 5, 8)
     with pytest.raises(ValueError, match="Identity must say by is_causal"):

@@ -98,12 +98,12 @@ def test_tiles_cover_exactly_what_is_visible(causal, window, shape):
             tile = (slice(*queries), slice(*keys))
             assert visible[tile].any(), f"{queries} x {keys} was visited for nothing"
             hidden = band.hidden(queries, keys, visible)
-            by_rows[tile] = True if hidden is None else ~hidden[:, 0]
+            by_rows[tile] = True if hidden is None else ~hidden[0, 0, :, 0]
     for keys in tiled.tiles(shape[1], 16):
         for queries in band.query_tiles(*keys, 16):
             tile = (slice(*queries), slice(*keys))
             hidden = band.hidden(queries, keys, visible)
-            by_columns[tile] = True if hidden is None else ~hidden[:, 0]
+            by_columns[tile] = True if hidden is None else ~hidden[0, 0, :, 0]
     assert torch.equal(by_rows, visible)
     assert torch.equal(by_columns, visible)
 

@@ -122,7 +122,11 @@ def batches(model: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
         inputs |= images
     yield inputs, None
     mask = torch.ones_like(ids)
-    mask[0, :6] = 0
+    if "pixel_values" in inputs:  # text is pooled at its last token: padding is on the right
+        mask[0, -6:] = 0
+        inputs["input_ids"] = ids * mask
+    else:
+        mask[0, :6] = 0
     kept = None if "decoder_input_ids" in names else mask.bool()
     yield {**inputs, "attention_mask": mask}, kept
 

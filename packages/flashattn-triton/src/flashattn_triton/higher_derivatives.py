@@ -103,8 +103,6 @@ def backward_tangents(
             results.append(None)
         elif i < 3:
             results.append(_joined(of_parts, x, problem))
-        elif x.dim() == 4 and len(x) == len(of_parts):  # each part has a bias of its own
-            results.append(torch.cat(of_parts).to(x.dtype))
         else:
             results.append(torch.stack(of_parts).sum(0).to(x.dtype))
     return results
@@ -136,7 +134,7 @@ def _parts(
     problem: Problem,
     *results: Tensor | None,
 ) -> Iterator[_Part]:
-    """The batch, or where tiles differ between them, its elements; or each packed sequence.
+    """The batch, or each packed sequence.
 
     ``results``: Ȯ, L̇, dO and dL for the backward pass.
     """
@@ -146,30 +144,21 @@ def _parts(
         for x in (*inputs[:3], *direction[:3], out, lse, *results)
     )
     tbias, tsinks = direction[3:]
+    spans = [(slice(None),) * 2]
     if problem.packed:
         spans = list(sequences(*given[-2:]))  # type: ignore[arg-type]
-    elif mask_and_bias.prefix_lengths is not None:
-        spans = [(slice(i, i + 1),) * 2 for i in range(len(lse))]
-    else:
-        spans = [(slice(None),) * 2]
     for i, (rows, columns) in enumerate(spans):
 
         def cut(x: Tensor | None, span: slice = rows) -> Tensor | None:
-            if x is None:
-                return None
-            return x[:, :, span] if problem.packed else x[span]
+            return None if x is None else x[:, :, span]
 
-        alone = problem.packed or mask_and_bias.prefix_lengths is not None
-        own_tbias = tbias
-        if tbias is not None and alone and len(tbias) > 1:
-            own_tbias = tbias[i : i + 1]
         yield _Part(
             (cut(q), cut(k, columns), cut(v, columns)),
             (cut(tq), cut(tk, columns), cut(tv, columns)),
-            (own_tbias, tsinks),
+            (tbias, tsinks),
             [cut(x) for x in of_queries],
             problem,
-            mask_and_bias.sequence(i) if alone else mask_and_bias,
+            mask_and_bias.sequence(i) if problem.packed else mask_and_bias,
         )
 
 

@@ -22,50 +22,68 @@ from flashattn_triton.problem import Problem, diagonal_offset
 class Band:
     """Query i sees the keys from i + low to i + high: causal masks and windows are both this.
 
-    Beyond i + high it also sees the keys below ``prefix``, which comes without a window.
+    Beyond i + high it also sees the keys below its batch element's prefix, which comes without a
+    window; ``prefix`` is the shortest and the longest one, which decide what tiles there are.
     """
 
     n_queries: int
     n_keys: int
     low: int
     high: int
-    prefix: int = 0
+    prefix: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, n_queries: int, n_keys: int, problem: Problem, prefix: int = 0) -> Band:
-        """The band of :func:`flashattn_triton.reference.visibility_mask`."""
+    def of(
+        cls, n_queries: int, n_keys: int, problem: Problem, prefixes: Tensor | None = None
+    ) -> Band:
+        """The band of :func:`flashattn_triton.reference.visibility_mask`.
+
+        ``prefixes``: (B,), which the host reads.
+        """
+        lengths = [0] if prefixes is None or len(prefixes) == 0 else prefixes.tolist()
         diagonal = diagonal_offset(n_queries, n_keys, problem)
         left, right = problem.band
         # With low = -N_q, or high = N_k, no key is out of any query's sight.
         low = -n_queries if left is None else diagonal - left
         high = n_keys if right is None else diagonal + right
-        return cls(n_queries, n_keys, low, high, min(prefix, n_keys))
+        prefix = (min(*lengths, n_keys), min(max(lengths), n_keys))
+        return cls(n_queries, n_keys, low, high, prefix)
 
     def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
         """Key ranges of which some key is visible to some of the given queries."""
         first = max(0, query_start + self.low)
-        last = max(min(self.n_keys, query_end + self.high), self.prefix)
+        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
         for start in range(first, last, size):
             yield start, min(start + size, last)
 
     def query_tiles(self, key_start: int, key_end: int, size: int) -> Iterator[tuple[int, int]]:
         """Query ranges of which some query sees some of the given keys."""
-        first = 0 if key_start < self.prefix else max(0, key_start - self.high)
+        first = 0 if key_start < self.prefix[1] else max(0, key_start - self.high)
         last = min(self.n_queries, key_end - self.low)
         for start in range(first, last, size):
             yield start, min(start + size, last)
 
     def hidden(
-        self, queries: tuple[int, int], keys: tuple[int, int], like: Tensor
+        self,
+        queries: tuple[int, int],
+        keys: tuple[int, int],
+        like: Tensor,
+        prefixes: Tensor | None = None,
     ) -> Tensor | None:
-        """(queries, 1, keys) bool, True where the key is not visible; None if all are."""
+        """(B or 1, 1, queries, 1, keys) bool, True for a key that is not visible; None if all are.
+
+        ``prefixes``: (B,), or None.
+        """
         (q_start, q_end), (k_start, k_end) = queries, keys
-        reached = k_end - 1 <= q_start + self.high or k_end <= self.prefix
+        reached = k_end - 1 <= q_start + self.high or k_end <= self.prefix[0]
         if k_start >= q_end - 1 + self.low and reached:
             return None
-        i = torch.arange(q_start, q_end, device=like.device)[:, None, None]
+        i = torch.arange(q_start, q_end, device=like.device)[None, None, :, None, None]
         j = torch.arange(k_start, k_end, device=like.device)
-        return (j < i + self.low) | ((j > i + self.high) & (j >= self.prefix))
+        beyond = j > i + self.high
+        if prefixes is not None:
+            beyond = beyond & (j >= prefixes[:, None, None, None, None])
+        return (j < i + self.low) | beyond
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -86,32 +104,6 @@ def unfold(x: Tensor, like: Tensor, groups: int) -> Tensor:
     return x.transpose(2, 3).flatten(1, 2).contiguous()
 
 
-def score_tile(
-    query: Tensor,
-    key: Tensor,
-    added: Tensor | None,
-    hidden: Tensor | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Scores of one tile, -inf where hidden, and the slope of the soft-cap at each of them.
-
-    ``query`` (already scaled) is (B·G, q·R, D), ``key`` (B·G, k, D), and ``added``, which joins the
-    scores behind the soft-cap, (B·G, q·R, k), as are both results; the slope is None without a
-    soft-cap.
-    """
-    scores = torch.bmm(query, key.transpose(1, 2))
-    slope = None
-    if softcap is not None:
-        capped = torch.tanh(scores / softcap)
-        scores, slope = capped * softcap, 1 - capped.square()
-    if added is not None:
-        scores = scores + added
-    if hidden is not None:
-        rows = scores.unflatten(1, (hidden.shape[0], -1))  # (B·G, q, R, k)
-        scores = rows.masked_fill(hidden, float("-inf")).flatten(1, 2)
-    return scores, slope
-
-
 class ScoreTiles:
     """Queries and keys folded and scaled, and the scores of their tiles."""
 
@@ -129,9 +121,7 @@ class ScoreTiles:
         self.problem = problem
         self.mask_and_bias = mask_and_bias
         self.offset = diagonal_offset(n_queries, n_keys, problem)
-        prefixes = mask_and_bias.prefix_lengths
-        prefix = 0 if prefixes is None or self.batch == 0 else int(prefixes.item())
-        self.band = Band.of(n_queries, n_keys, problem, prefix)
+        self.band = Band.of(n_queries, n_keys, problem, mask_and_bias.prefix_lengths)
         mask = mask_and_bias.mask
         self._hidden_keys = None if mask is None else (mask == 0).all(0)
         with torch.autocast(query.device.type, enabled=False):
@@ -149,14 +139,26 @@ class ScoreTiles:
     def scores(
         self, queries: tuple[int, int], keys: tuple[int, int]
     ) -> tuple[Tensor, Tensor | None]:
-        """:func:`score_tile` of a range of queries and a range of keys."""
-        hidden = self.band.hidden(queries, keys, self.q)
+        """Scores of one tile, -inf where hidden, and the slope of the soft-cap at each of them.
+
+        Both are (B·G, q·R, k); the slope is None without a soft-cap.
+        """
+        n_queries, n_keys = queries[1] - queries[0], keys[1] - keys[0]
+        k = self.k[:, slice(*keys)]
+        scores = torch.bmm(self.q[:, self.rows(*queries)], k.transpose(1, 2))
+        slope, softcap = None, self.problem.softcap
+        if softcap is not None:
+            capped = torch.tanh(scores / softcap)
+            scores, slope = capped * softcap, 1 - capped.square()
         added = self.mask_and_bias.added(queries, keys, self.offset, self.q.dtype)
         if added is not None:
-            shape = (self.batch, self.heads, queries[1] - queries[0], keys[1] - keys[0])
-            added = fold(added.expand(shape), self.groups)
-        q, k = self.q[:, self.rows(*queries)], self.k[:, slice(*keys)]
-        return score_tile(q, k, added, hidden, self.problem.softcap)
+            shape = (self.batch, self.heads, n_queries, n_keys)
+            scores = scores + fold(added.expand(shape), self.groups)
+        hidden = self.band.hidden(queries, keys, k, self.mask_and_bias.prefix_lengths)
+        if hidden is not None:
+            by_query = (self.batch, self.groups, n_queries, self.ratio, n_keys)
+            scores = scores.view(by_query).masked_fill(hidden, float("-inf")).view(scores.shape)
+        return scores, slope
 
     def sinks(self, start: int, end: int) -> Tensor:
         """(B·G, q·R): the sink of each row of queries ``start`` to ``end``, or -inf without any."""

@@ -63,17 +63,6 @@ def tiled_forward(
         (B, H, N_q) in fp32 (fp64 for fp64 inputs). A query that sees no key has output 0 and
         logsumexp -inf.
     """
-    if mask_and_bias.prefix_lengths is not None and len(query) > 1:  # each has tiles of its own
-        parts = [
-            tiled_forward(
-                *(q, k, v, problem, mask_and_bias.sequence(i)),
-                query_tile=query_tile,
-                key_tile=key_tile,
-            )
-            for i, (q, k, v) in enumerate(_one_by_one(query, key, value))
-        ]
-        outs, lses = zip(*parts, strict=True)
-        return torch.cat(outs), torch.cat(lses)
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     with torch.autocast(query.device.type, enabled=False):
         v = fold(value, score_tiles.groups)
@@ -141,18 +130,6 @@ def tiled_backward(
     Returns:
         dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
     """
-    tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    if mask_and_bias.prefix_lengths is not None and len(query) > 1:
-        gradients = [
-            tiled_backward(
-                *(q, k, v, o, row_lse, do, dl, problem, mask_and_bias.sequence(i)),
-                query_tile=query_tile,
-                key_tile=key_tile,
-            )
-            for i, (q, k, v, o, row_lse, do, dl) in enumerate(_one_by_one(*tensors))
-        ]
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
-        return dq, dk, dv
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
     with torch.autocast(query.device.type, enabled=False):
@@ -199,21 +176,15 @@ def tiled_bias_backward(
     bias = mask_and_bias.bias
     assert bias is not None
     total = torch.zeros(bias.shape, dtype=accumulation_dtype(query.dtype), device=bias.device)
-    tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    separate = mask_and_bias.prefix_lengths is not None
-    parts = _one_by_one(*tensors) if separate else iter([tensors])
-    for i, (q, k, v, o, row_lse, do, dl) in enumerate(parts):
-        own = mask_and_bias.sequence(i) if separate else mask_and_bias
-        batch = slice(i, i + 1) if separate and len(bias) > 1 else slice(None)
-        score_tiles = ScoreTiles(q, k, problem, own)
-        with torch.autocast(query.device.type, enabled=False):
-            for queries, keys, _, ds, _ in _gradients_of_scores(
-                score_tiles, v, o, row_lse, do, dl, (query_tile, key_tile)
-            ):
-                rows = slice(*queries) if bias.shape[2] > 1 else slice(None)
-                columns = slice(*keys) if bias.shape[3] > 1 else slice(None)
-                target = total[batch, :, rows, columns]
-                target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
+    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
+    with torch.autocast(query.device.type, enabled=False):
+        for queries, keys, _, ds, _ in _gradients_of_scores(
+            score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
+        ):
+            rows = slice(*queries) if bias.shape[2] > 1 else slice(None)
+            columns = slice(*keys) if bias.shape[3] > 1 else slice(None)
+            target = total[:, :, rows, columns]
+            target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
     return total.to(bias.dtype)
 
 
@@ -247,13 +218,6 @@ def _gradients_of_scores(
             p = torch.exp(scores - lse[:, rows, None])
             dp = torch.bmm(do[:, rows], v[:, slice(*keys)].transpose(1, 2))
             yield queries, keys, p, p * (dp - delta[:, rows, None]), slope
-
-
-def _one_by_one(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Each batch element of some tensors, as batches of one."""
-    return zip(
-        *(itertools.repeat(None) if x is None else x.split(1) for x in tensors), strict=False
-    )
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:

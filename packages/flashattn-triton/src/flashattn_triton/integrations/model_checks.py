@@ -23,7 +23,9 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _NOT_CAUSAL = "layers of its decoder say that they are not causal"
 _SELECTS = "its layers select keys for each query (sparse attention) from a mask of scores"
 _CONTRADICTIONS = {
+    "aimv2_text_model": "its layers say that they are not causal",
     "axk2": _SELECTS,
+    "bridgetower": "layers of its text say that they are causal",
     "bigbird_pegasus": "its encoder takes a mask of scores",
     "deepseek_v32": _SELECTS,
     "dots3_note_text": _SELECTS,

@@ -211,6 +211,13 @@ def attention_forward(
             f"{type(module).__name__} must say by is_causal whether it is causal for {NAME}, but "
             "has no such attribute. Choose another attn_implementation."
         )
+    rule = getattr(attention_mask, "rule_is_causal", None)
+    if rule is not None and rule != causal:
+        raise ValueError(
+            f"{type(module).__name__}.is_causal must say what its mask does for {NAME}, but got "
+            f"{causal} with a mask that is {'' if rule else 'not '}causal. Choose another "
+            f"attn_implementation."
+        )
     options: dict[str, Any] = {
         # With a cache the queries are the last of the keys' positions; without one, N_q = N_k.
         "causal": "bottom-right" if causal else False,
@@ -467,7 +474,7 @@ def attention_mask(
         return None
     if use_vmap and mask_function is not None:
         mask_function = _of_single_positions(mask_function)
-    sequences = None
+    sequences, is_causal = None, None
     traced = torch.compiler.is_compiling()
     if mask_function is not None:
         queries = torch.arange(q_length, device=device) + (q_offset if traced else int(q_offset))
@@ -481,7 +488,7 @@ def attention_mask(
                 return several
             torch._assert_async(~several, PACKED_WHILE_TRACED)
         else:
-            sequences = _recognise(mask_function, batch_size, queries, keys, local_size)
+            sequences, is_causal = _recognise(mask_function, batch_size, queries, keys, local_size)
     if attention_mask is None:
         return sequences
     padding = attention_mask[:, -kv_length:]
@@ -493,8 +500,13 @@ def attention_mask(
     if traced:
         return padding.bool()
     if sequences is not None:
-        return sequences * padding
-    return None if bool(padding.all()) else padding.int()
+        found = sequences * padding
+    elif bool(padding.all()):
+        return None
+    else:
+        found = padding.int()
+    found.rule_is_causal = is_causal  # type: ignore[attr-defined] # for layers that say otherwise
+    return found
 
 
 def _of_single_positions(rule: MaskFunction) -> MaskFunction:
@@ -515,8 +527,12 @@ def _recognise(
     queries: Tensor,
     keys: tuple[int, int],
     local_size: int | None,
-) -> Tensor | None:
-    """The sequences (B, N_k) in which the rule is a band; None if each row is only one."""
+) -> tuple[Tensor | None, bool | None]:
+    """The sequences in which the rule is a band, and whether it is causal.
+
+    Returns:
+        (B, N_k), or None if each row is only one; and None for a single query, which does not tell.
+    """
     powers = (keys[1] - keys[0] + 1).bit_length()
     agrees, at_an_end, sequences = _compare(
         mask_function, batch_size, queries, keys, local_size, powers
@@ -529,7 +545,11 @@ def _recognise(
             f"up to {int(queries[-1])} and keys up to {keys[1]}. Use a dynamic cache "
             f"instead of a static one."
         )
-    return sequences.int() if int(sequences.max()) > 1 else None
+    is_causal = None
+    if len(queries) > 1:
+        batch = torch.zeros(1, dtype=torch.int64, device=queries.device)
+        is_causal = not bool(mask_function(batch, batch, queries[:1], queries[1:2]).all())
+    return sequences.int() if int(sequences.max()) > 1 else None, is_causal
 
 
 def _recognise_traced(
