@@ -286,17 +286,11 @@ class _Table:
                 )
         self.state = None
         if isinstance(optimizer, ShardedOptimizer):
-            self.state = optimizer.own_state()
+            optimizer.wait()
+            self.state = OptimizerState(optimizer, optimizer.local, optimizer.install)
         elif optimizer is not None:
             shards = StatesOfShards(optimizer.param_groups, optimizer)
-            self.state = OptimizerState(
-                optimizer,
-                shards,
-                optimizer_cls=type(optimizer),
-                kwargs={},
-                name_of="parameter {}".format,
-                install=shards.install,
-            )
+            self.state = OptimizerState(optimizer, shards, shards.install)
         wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
         self._module: nn.Module | None = model.module if wrapped else model  # whose names count
         self.rows = {} if self._module is None else _rows_of(self._module, self.ranks.shards.rank)
