@@ -242,7 +242,8 @@ def load_full_state(
         if ranks.first:
             values.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
         ranks.broadcast(f"distributing {key}", values)
-        return values[first : first + count].clone()
+        part = values[first : first + count]
+        return part if key in table.rows or count == numel else part.clone()  # which is kept
 
     table.take(((key, handed_out(key, place)) for key, place in wanted.items()), wanted, values)
 
