@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
 from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
-from shard_optim.checkpoint_files import METADATA, agreed, read_contents, read_ranges, write_folder
+from shard_optim.checkpoint_files import METADATA, agreed, read_contents, write_folder
 from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.own_shards import StatesOfShards
@@ -52,7 +52,7 @@ from shard_optim.mesh import Mesh, on_every_rank
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import Contents, StoredTensor
+from shard_optim.stored_tensor import Contents, StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
@@ -148,8 +148,15 @@ def load(
     table = _Table(model, optimizer)
     contents = read_contents(folder, table.ranks)
     wanted = table.places_in(contents, "a checkpoint")
-    spans = {key: place.span for key, place in wanted.items() if place.held}
-    vectors = read_ranges(folder, contents, spans, table.ranks)
+    vectors: dict[str, Tensor] = {}
+
+    def read() -> None:
+        for key, place in wanted.items():
+            if place.held:
+                stored = contents.tensors[key]
+                vectors[key] = read_elements(Path(folder), key, stored, *place.span)
+
+    on_every_rank("loading a checkpoint", read, table.ranks.gather)
     table.take(vectors.items(), wanted, contents.values)
 
 
