@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 from shard_optim.bucket_layout import Row
 from shard_optim.dcp_folder import read_dcp_description
@@ -42,7 +41,6 @@ from shard_optim.stored_tensor import (
     damaged,
     dtype_named,
     read_checksummed,
-    read_elements,
     read_small,
 )
 
@@ -268,34 +266,3 @@ def _read_description(folder: Path) -> Contents:
             raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
-
-
-def read_ranges(
-    folder: str | Path,
-    contents: Contents,
-    wanted: Mapping[str, tuple[int, int]],
-    ranks: Mesh,
-) -> dict[str, Tensor]:
-    """Reads parts of tensors that any number of ranks wrote. Collective.
-
-    Args:
-        folder: the same on every rank.
-        contents: of this folder.
-        wanted: what this rank wants, by key: the first element and the number of elements.
-        ranks: that read.
-
-    Returns:
-        By key a vector on the CPU, in the dtype that is stored.
-
-    Raises:
-        ValueError: on every rank, if a file is damaged.
-        CollectiveError: on every rank, if one of them failed in another way.
-    """
-    found: dict[str, Tensor] = {}
-
-    def read() -> None:
-        for key, (first, count) in wanted.items():
-            found[key] = read_elements(Path(folder), key, contents.tensors[key], first, count)
-
-    on_every_rank("loading a checkpoint", read, ranks.gather)
-    return found

@@ -33,9 +33,6 @@ class OptimizerState:
     Args:
         optimizer: a ``ShardedOptimizer``, or one of another class over shards.
         shards: what keeps this rank's state.
-        optimizer_cls: the class whose state it is.
-        kwargs: for the class.
-        name_of: a parameter's name by its number.
         install: replaces this rank's state, by parameter number, and the hyperparameters.
     """
 
@@ -43,15 +40,13 @@ class OptimizerState:
         self,
         optimizer: Optimizer,
         shards: LocalOptimizer | StatesOfShards,
-        *,
-        optimizer_cls: type[Optimizer],
-        kwargs: Mapping[str, Any],
-        name_of: Callable[[int], str],
         install: Callable[[Mapping[int, dict[str, Any]], Groups], None],
     ) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
-        self._shards, self._cls, self._kwargs = shards, optimizer_cls, kwargs
-        self._name_of, self._install = name_of, install
+        self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+        self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
+        self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
+        self._shards, self._install = shards, install
         self._places = shards.places()  # of parameters, by number; frozen ones may have none
 
     def header(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, backend_for, finish
 from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
-from shard_optim.checkpoint_files import METADATA, agreed, read_contents, read_ranges, write_folder
+from shard_optim.checkpoint_files import METADATA, agreed, read_contents, write_folder
 from shard_optim.communication import as_sent
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.own_shards import StatesOfShards
@@ -52,7 +52,7 @@ from shard_optim.mesh import Mesh, on_every_rank
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import Contents, StoredTensor
+from shard_optim.stored_tensor import Contents, StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
@@ -148,8 +148,15 @@ def load(
     table = _Table(model, optimizer)
     contents = read_contents(folder, table.ranks)
     wanted = table.places_in(contents, "a checkpoint")
-    spans = {key: place.span for key, place in wanted.items() if place.held}
-    vectors = read_ranges(folder, contents, spans, table.ranks)
+    vectors: dict[str, Tensor] = {}
+
+    def read() -> None:
+        for key, place in wanted.items():
+            if place.held:
+                stored = contents.tensors[key]
+                vectors[key] = read_elements(Path(folder), key, stored, *place.span)
+
+    on_every_rank("loading a checkpoint", read, table.ranks.gather)
     table.take(vectors.items(), wanted, contents.values)
 
 
@@ -242,7 +249,8 @@ def load_full_state(
         if ranks.first:
             values.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
         ranks.broadcast(f"distributing {key}", values)
-        return values[first : first + count].clone()
+        part = values[first : first + count]
+        return part if key in table.rows or count == numel else part.clone()  # which is kept
 
     table.take(((key, handed_out(key, place)) for key, place in wanted.items()), wanted, values)
 
@@ -286,17 +294,11 @@ class _Table:
                 )
         self.state = None
         if isinstance(optimizer, ShardedOptimizer):
-            self.state = optimizer.own_state()
+            optimizer.wait()
+            self.state = OptimizerState(optimizer, optimizer.local, optimizer.install)
         elif optimizer is not None:
             shards = StatesOfShards(optimizer.param_groups, optimizer)
-            self.state = OptimizerState(
-                optimizer,
-                shards,
-                optimizer_cls=type(optimizer),
-                kwargs={},
-                name_of="parameter {}".format,
-                install=shards.install,
-            )
+            self.state = OptimizerState(optimizer, shards, shards.install)
         wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
         self._module: nn.Module | None = model.module if wrapped else model  # whose names count
         self.rows = {} if self._module is None else _rows_of(self._module, self.ranks.shards.rank)
