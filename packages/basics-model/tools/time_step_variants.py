@@ -63,13 +63,13 @@ def joined(weights: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("step::product", mutates_args=())
 def product(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """(..., M) times the transpose of the joined weights."""
-    return F.linear(x, joined(weights))
+    """(N, M) times the transpose of the joined weights."""
+    return x @ joined(weights).t()
 
 
 @product.register_fake
 def _(x: Tensor, weights: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
+    return x.new_empty((len(x), sum(len(weight) for weight in weights)))
 
 
 @torch.library.custom_op("step::product_input", mutates_args=())
@@ -80,7 +80,7 @@ def product_input(grad: Tensor, weights: list[Tensor]) -> Tensor:
 
 @product_input.register_fake
 def _(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], weights[0].shape[1]))
+    return grad.new_empty((len(grad), weights[0].shape[1]))
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -91,17 +91,22 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     x, *weights = ctx.saved_tensors
     rows = [len(weight) for weight in weights]
-    whole = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-    return product_input(grad, weights), list(whole.split(rows))
+    return product_input(grad, weights), list((grad.t() @ x).split(rows))
 
 
 product.register_autograd(_product_backward, setup_context=_keep)
 
 
+def together(x: Tensor, *weights: Tensor) -> Tensor:
+    """(..., M) times the transpose of the joined weights, in autocast's dtype."""
+    rows = parts.shared_input(x).flatten(0, -2)
+    return product(rows, list(weights)).unflatten(0, x.shape[:-1])
+
+
 def joined_attention(self: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``SelfAttention.forward`` with one product for query, key and value."""
-    weights = [self.query.weight, self.key.weight, self.value.weight]
-    heads = product(parts.shared_input(x), weights).unflatten(-1, (3, -1, self.head_dim))
+    heads = together(x, self.query.weight, self.key.weight, self.value.weight)
+    heads = heads.unflatten(-1, (3, -1, self.head_dim))
     query, key, value = (part.transpose(1, 2) for part in heads.unbind(-3))
     query = rotary.apply_rotary(query, cos, sin)
     key = rotary.apply_rotary(key, cos, sin)
@@ -110,7 +115,7 @@ def joined_attention(self: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def joined_swiglu(self: Any, x: Tensor) -> Tensor:
     """``SwiGLU.forward`` with one product for gate and up."""
-    both = product(parts.shared_input(x), [self.gate.weight, self.up.weight])
+    both = together(x, self.gate.weight, self.up.weight)
     gate, up = both.chunk(2, -1)
     return self.down(F.silu(gate) * up)
 
@@ -124,7 +129,7 @@ def copied_swiglu(self: Any, x: Tensor) -> Tensor:
 
 def kernel_swiglu(self: Any, x: Tensor) -> Tensor:
     """As :func:`joined_swiglu`, with kernels of its own for what follows the product."""
-    both = product(parts.shared_input(x), [self.gate.weight, self.up.weight])
+    both = together(x, self.gate.weight, self.up.weight)
     return self.down(gated(both))
 
 
@@ -188,6 +193,127 @@ gated.register_autograd(
     lambda ctx, grad: gated_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
 )
+
+# --- norms: residual sum and norm in one pass, their backward in another ------------------------
+
+
+@triton.jit
+def _norm_kernel(x, delta, weight, total, out, scale, M, EPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < M
+    value = tl.load(x + row * M + at, inside, 0.0).to(tl.float32)
+    value += tl.load(delta + row * M + at, inside, 0.0).to(tl.float32)
+    value = value.to(total.dtype.element_ty).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value) / M + EPS)
+    tl.store(total + row * M + at, value, inside)
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    tl.store(out + row * M + at, value * factor * w, inside)
+    tl.store(scale + row, factor)
+
+
+@triton.jit
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, grad_total, total, scale, weight, out, partial, rows, M,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    inside = at < M
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    collected = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        place = row * M + at
+        dy = tl.load(grad + place, inside, 0.0).to(tl.float32)
+        value = tl.load(total + place, inside, 0.0).to(tl.float32)
+        beside = tl.load(grad_total + place, inside, 0.0).to(tl.float32)
+        factor = tl.load(scale + row)
+        normed = value * factor
+        collected += dy * normed
+        dy *= w
+        dx = factor * (dy - normed * (tl.sum(dy * normed) / M))
+        tl.store(out + place, beside + dx, inside)
+    tl.store(partial + tl.program_id(0) * M + at, collected, inside)
+
+
+@torch.library.custom_op("step::add_norm", mutates_args=())
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, its norm, and the norm's factor of each row."""
+    width = x.shape[-1]
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(scale.numel(),)](
+        x, delta, weight, total, out, scale, width, 1e-5, block, num_warps=4
+    )
+    return total, out, scale
+
+
+@add_norm.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(x), scale
+
+
+@torch.library.custom_op("step::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (and of delta), and parts of the weight's, one a program."""
+    width, rows = total.shape[-1], scale.numel()
+    out = torch.empty_like(total)
+    programs = min(rows, 528)
+    partial = scale.new_empty((programs, width))
+    block = triton.next_power_of_2(width)
+    _norm_backward_kernel[(programs,)](
+        grad.contiguous(), grad_total.contiguous(), total, scale, weight, out, partial, rows,
+        width, block, 2, num_warps=8,
+    )  # fmt: skip
+    return out, partial
+
+
+@add_norm_backward.register_fake
+def _(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    programs = min(scale.numel(), 528)
+    return torch.empty_like(total), scale.new_empty((programs, total.shape[-1]))
+
+
+def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    total, _, scale = output
+    ctx.save_for_backward(total, scale, inputs[2])
+
+
+def _norm_backward(
+    ctx: Any, grad_total: Tensor, grad: Tensor, _: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, scale, weight = ctx.saved_tensors
+    out, partial = add_norm_backward(grad, grad_total, total, scale, weight)
+    return out, out, partial.sum(0).to(weight.dtype)
+
+
+add_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+
+
+def carried_block(self: Any, carried: Any, cos: Tensor, sin: Tensor) -> Any:
+    """``Block.forward``, whose residual stream is a sum that the next norm makes."""
+    x, delta = carried
+    x, normed, _ = add_norm(x, delta, self.attention_norm.weight)
+    delta = self.attention(normed, cos, sin)
+    x, normed, _ = add_norm(x, delta, self.feed_forward_norm.weight)
+    return x, self.feed_forward(normed)
+
+
+def carried_model(self: Any, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    """``TransformerLM.forward`` around :func:`carried_block`."""
+    positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+    cos, sin = rotary.rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+    x = self.embedding(token_ids)
+    carried = x, torch.zeros_like(x)
+    for block in self.blocks:
+        carried = block(carried, cos, sin)
+    _, normed, _ = add_norm(*carried, self.norm.weight)
+    return self.lm_head(normed, targets)
+
 
 # --- AdamW as soon as a unit's gradients are averaged -------------------------------------------
 
@@ -300,6 +426,7 @@ class Variant:
 FEED_FORWARD: Forwards = {parts.SwiGLU: joined_swiglu}
 JOINED: Forwards = FEED_FORWARD | {parts.SelfAttention: joined_attention}
 KERNEL: Forwards = JOINED | {parts.SwiGLU: kernel_swiglu}
+CARRIED: Forwards = KERNEL | {parts.Block: carried_block, TransformerLM: carried_model}
 TUNED = {"coordinate_descent_tuning": True}
 VARIANTS = {
     "today": Variant(),
@@ -308,8 +435,9 @@ VARIANTS = {
     "overlapped": Variant(adamw="overlapped"),
     "narrow": Variant(adamw="narrow"),
     "kernel": Variant(forwards=KERNEL),
+    "carried": Variant(forwards=CARRIED),
+    "all": Variant(forwards=CARRIED, adamw="overlapped"),
     "joined-ff": Variant(forwards=FEED_FORWARD),
-    "all": Variant(forwards=KERNEL, adamw="overlapped"),
     "copied-ff": Variant(forwards={parts.SwiGLU: copied_swiglu}),
     "tuned": Variant(inductor=TUNED),
     "separate-norms": Variant(inductor={"triton.mix_order_reduction": False}),
