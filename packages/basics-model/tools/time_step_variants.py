@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from basics_model import CapturedStep, TransformerLM, model_config
+from basics_model import CapturedStep, ModelConfig, TransformerLM, model_config
 from basics_model import attention as rotary
 from basics_model import model as parts
 from ddp_lite.peer import PeerCopies, PeerMemory
@@ -416,35 +416,48 @@ class Variant:
         inductor: options of the compiler.
         adamw: torch's fused one, or :class:`UnitAdamW` "at-once", "overlapped", or "narrow", which
             is overlapped on few multiprocessors.
+        float8: the name of one of torchao's recipes for the products of blocks.
     """
 
     forwards: Forwards = dataclasses.field(default_factory=dict)
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
     adamw: str = "torch"
+    float8: str | None = None
 
 
 FEED_FORWARD: Forwards = {parts.SwiGLU: joined_swiglu}
 JOINED: Forwards = FEED_FORWARD | {parts.SelfAttention: joined_attention}
 KERNEL: Forwards = JOINED | {parts.SwiGLU: kernel_swiglu}
 CARRIED: Forwards = KERNEL | {parts.Block: carried_block, TransformerLM: carried_model}
-TUNED = {"coordinate_descent_tuning": True}
 VARIANTS = {
     "today": Variant(),
-    "joined": Variant(forwards=JOINED),
-    "at-once": Variant(adamw="at-once"),
-    "overlapped": Variant(adamw="overlapped"),
-    "narrow": Variant(adamw="narrow"),
-    "kernel": Variant(forwards=KERNEL),
-    "carried": Variant(forwards=CARRIED),
     "all": Variant(forwards=CARRIED, adamw="overlapped"),
-    "joined-ff": Variant(forwards=FEED_FORWARD),
-    "copied-ff": Variant(forwards={parts.SwiGLU: copied_swiglu}),
-    "tuned": Variant(inductor=TUNED),
-    "separate-norms": Variant(inductor={"triton.mix_order_reduction": False}),
+    "joined": Variant(forwards=JOINED),
+    "carried": Variant(forwards=CARRIED),
+    "overlapped": Variant(adamw="overlapped"),
+    "kernel": Variant(forwards=KERNEL),
+    "at-once": Variant(adamw="at-once"),
+    "narrow": Variant(adamw="narrow"),
+    "tuned": Variant(inductor={"coordinate_descent_tuning": True}),
+    "float8": Variant(float8="tensorwise"),
     "searched": Variant(
         inductor={"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
     ),
+    "joined-ff": Variant(forwards=FEED_FORWARD),
+    "separate-norms": Variant(inductor={"triton.mix_order_reduction": False}),
+    "float8-rows": Variant(float8="rowwise"),
+    "copied-ff": Variant(forwards={parts.SwiGLU: copied_swiglu}),
 }
+
+
+def configuration(options: argparse.Namespace) -> ModelConfig:
+    """The model's, with the dimensions that are given in place of the size's."""
+    return model_config(
+        options.size,
+        context_length=options.sequence,
+        d_ff=options.d_ff,
+        num_layers=options.num_layers,
+    )
 
 
 class Step:
@@ -459,8 +472,13 @@ class Step:
         group = dist.group.WORLD
         assert group is not None
         memory = PeerMemory(group)
-        config = model_config(options.size, context_length=options.sequence)
+        config = configuration(options)
         model = TransformerLM(config, attention=causal, device=DEVICE)
+        if variant.float8 is not None:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            recipe = Float8LinearConfig.from_recipe_name(variant.float8)
+            convert_to_float8_training(model.blocks, config=recipe)
         for block in model.blocks:
             block.compile(dynamic=False, options=variant.inductor or None)
         self.module = FullyShardedDataParallel(
@@ -633,7 +651,7 @@ def rank_kernels(name: str, step: Step, folder: Path) -> None:
 
 def time_products(options: argparse.Namespace) -> None:
     """Each product of a block and of the head, as the step calls it, and joined ones beside."""
-    config = model_config(options.size)
+    config = configuration(options)
     width, wide, tokens = config.d_model, config.d_ff, options.batch * options.sequence
     shapes = {"one of qkv, output": (width, width), "qkv": (width, 3 * width),
               "gate or up": (width, wide), "gate and up": (width, 2 * wide),
@@ -686,6 +704,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="out")
     parser.add_argument("--size", default="xl")
+    parser.add_argument("--d-ff", type=int)
+    parser.add_argument("--num-layers", type=int)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--variants", default=",".join(VARIANTS))
@@ -707,7 +727,7 @@ def main() -> None:
     names = options.variants.split(",")
     reference: list[float] | None = None
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
+        for name in names:
             late = torch.tensor(time.perf_counter() - begin, device=DEVICE)
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if late > 60 * options.minutes:
