@@ -147,12 +147,6 @@ def _norm_backward(
 add_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
 
 
-def separate_swiglu(self: Any, x: Tensor) -> Tensor:
-    """``SwiGLU.forward`` with two products, whatever the model's are."""
-    gate, up = separate_products(parts.shared_input(x), (self.gate, self.up))
-    return self.down(torch.nn.functional.silu(gate) * up)
-
-
 def carried_block(self: Any, carried: Any, cos: Tensor, sin: Tensor) -> Any:
     """``Block.forward``, whose residual stream is a sum that the next norm makes."""
     x, delta = carried
@@ -288,25 +282,21 @@ class Variant:
     priority: int = 0
 
 
-QKV: Forwards = {parts.SwiGLU: separate_swiglu}
 CARRIED: Forwards = {parts.Block: carried_block, TransformerLM: carried_model}
 VARIANTS = {
     "today": Variant(),
     "joined": Variant(products=joined_products),
-    "joined-qkv": Variant(products=joined_products, forwards=QKV),
-    "carried": Variant(products=joined_products, forwards=QKV | CARRIED),
-    "overlapped": Variant(products=joined_products, forwards=QKV, adamw="overlapped"),
-    "all": Variant(products=joined_products, forwards=QKV | CARRIED, adamw="overlapped"),
-    "first": Variant(
-        products=joined_products, forwards=QKV | CARRIED, adamw="overlapped", priority=-1
-    ),
+    "carried": Variant(products=joined_products, forwards=CARRIED),
+    "overlapped": Variant(products=joined_products, adamw="overlapped"),
+    "all": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped"),
+    "first": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped", priority=-1),
     "moments": Variant(
         products=joined_products,
-        forwards=QKV | CARRIED,
+        forwards=CARRIED,
         adamw="overlapped",
         moments=torch.bfloat16,
     ),
-    "at-once": Variant(products=joined_products, forwards=QKV | CARRIED, adamw="at-once"),
+    "at-once": Variant(products=joined_products, forwards=CARRIED, adamw="at-once"),
     "early-launch": Variant(inductor={"triton.enable_pdl": True}),
     "float8": Variant(float8="tensorwise", adamw="overlapped"),
     "float8-rows": Variant(float8="rowwise", adamw="overlapped"),

@@ -139,23 +139,16 @@ class SelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) ∘ up(x)) (Shazeer, arXiv:2002.05202)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        products: Products = separate_products,
-        **placement: Unpack[Placement],
-    ) -> None:
+    def __init__(self, d_model: int, d_ff: int, **placement: Unpack[Placement]) -> None:
         super().__init__()
-        self.products = products
         self.gate = Linear(d_model, d_ff, **placement)
         self.up = Linear(d_model, d_ff, **placement)
         self.down = Linear(d_ff, d_model, **placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., M) to (..., M) through (..., F)."""
-        gate, up = self.products(shared_input(x), (self.gate, self.up))
-        return cast(Tensor, self.down(F.silu(gate) * up))
+        x = shared_input(x)
+        return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
 class Block(nn.Module):
@@ -179,7 +172,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.d_model, **placement)
         self.attention = SelfAttention(config, attention, products, **placement)
         self.feed_forward_norm = RMSNorm(config.d_model, **placement)
-        self.feed_forward = SwiGLU(config.d_model, config.d_ff, products, **placement)
+        self.feed_forward = SwiGLU(config.d_model, config.d_ff, **placement)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps the residual stream (B, S, M) to its next state."""
@@ -201,9 +194,9 @@ class TransformerLM(nn.Module):
         config: hyperparameters.
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
-        products: multiplies one input with several weights: one after the other, or as one product
-            (:func:`basics_model.products.joined_products`), which is faster where the weights lie
-            side by side, as in a step of sharded parameters.
+        products: multiplies the input of attention with the weights of query, key and value: one
+            after the other, or as one product (:func:`basics_model.products.joined_products`),
+            which is faster where the weights lie side by side, as in a step of sharded parameters.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
             (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
             the input of every n-th block is kept, and the backward pass holds the activations of n
