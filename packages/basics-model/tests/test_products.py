@@ -1,5 +1,6 @@
 """Joined products: equal to separate ones in values and gradients, and copied only if they must."""
 
+import sys
 from itertools import pairwise
 from unittest import mock
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from basics_model import ModelConfig, TransformerLM
 from basics_model.model import Linear
-from basics_model.products import joined_products, separate_products
+from basics_model.products import joined_products, separate_products, use_float8_products
 
 
 def layers(*rows: int, neighbours: bool, dtype: torch.dtype = torch.float64) -> list[Linear]:
@@ -85,3 +86,48 @@ def test_results_of_joined_products_lie_in_one_tensor() -> None:
     assert [result.shape for result in results] == [(2, 4, 3), (2, 4, 5), (2, 4, 2)]
     for before, after in pairwise(results):
         assert after.data_ptr() == before.data_ptr() + before.shape[-1] * 8
+
+
+@pytest.fixture
+def wide() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=40, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=2
+    )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_products_are_close_and_keep_the_names(wide: ModelConfig, recipe: str) -> None:
+    pytest.importorskip("torchao")
+    model, exact = TransformerLM(wide), TransformerLM(wide)
+    exact.load_state_dict(model.state_dict())
+    use_float8_products(model, recipe, emulate=True)
+    assert model.state_dict().keys() == exact.state_dict().keys()
+    token_ids = torch.randint(wide.vocab_size, (2, 16))
+    losses = []
+    for each in (model, exact):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(token_ids, token_ids)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    for found, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        error = (found.grad - wanted.grad).norm() / wanted.grad.norm()
+        assert 0 < error < 0.3  # e5m2 gradients have two bits of fraction
+
+
+def test_float8_products_refuse_what_they_cannot_do(
+    wide: ModelConfig, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", mock.MagicMock())
+    with pytest.raises(ValueError, match="must be multiples of 16"):
+        use_float8_products(TransformerLM(config))
+    with pytest.raises(ValueError, match="must be on its device"):
+        use_float8_products(TransformerLM(wide, device="meta"))
+    with pytest.raises(ValueError, match="must be separate_products"):
+        use_float8_products(TransformerLM(wide, products=joined_products))
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(ImportError, match=r"Install basics-model\[float8\]"):
+        use_float8_products(TransformerLM(wide))

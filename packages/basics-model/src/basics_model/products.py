@@ -8,6 +8,7 @@ are multiplied. (The two halves of a SwiGLU fill a GPU on their own: joined, the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -98,3 +99,52 @@ def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 _product.register_autograd(_gradients, setup_context=_keep)
 _product_backward.register_autograd(_second_gradients, setup_context=_keep)
+
+
+def use_float8_products(
+    model: nn.Module, recipe: str = "tensorwise", *, emulate: bool = False
+) -> None:
+    """Makes the layers of the model's blocks multiply in float8, in place, by torchao.
+
+    Input, weight and gradient are scaled and cast in every pass (Micikevicius et al.,
+    arXiv:2209.05433); the weights stay as they are, and so do the names of a state dict. Compile
+    the blocks, or the casts cost more than the products save. Call it before the model is wrapped.
+
+    Args:
+        model: with a list of blocks, such as :class:`basics_model.TransformerLM`. Dimensions are
+            multiples of 16, and so is the number of tokens of a batch.
+        recipe: "tensorwise" for one scale a tensor, "rowwise" for one a row, which is more exact
+            and slower.
+        emulate: compute what a GPU of compute capability 8.9 or more would, on any device.
+
+    Raises:
+        ImportError: torchao is not installed.
+        ValueError: the model is on the meta device, joins its products, or has other dimensions.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise ImportError(
+            f"float8 products must have torchao 0.18 or later, but got: {error}. Install "
+            "basics-model[float8]."
+        ) from error
+    blocks: Any = model.blocks
+    for name, module in blocks.named_modules():
+        if getattr(module, "products", separate_products) is not separate_products:
+            raise ValueError(
+                f"products must be separate_products beside float8, but got {module.products!r}. "
+                "Leave products out."
+            )
+        if isinstance(module, nn.Linear):
+            if module.weight.is_meta:  # torchao's layers would draw their weights otherwise
+                raise ValueError(
+                    f"model must be on its device, but got {name}.weight on the meta device. Make "
+                    "it there."
+                )
+            if module.in_features % 16 or module.out_features % 16:
+                raise ValueError(
+                    "dimensions of float8 products must be multiples of 16, but got "
+                    f"{module.in_features} and {module.out_features} of {name}. Change the size."
+                )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(blocks, config=dataclasses.replace(config, emulate=emulate))
