@@ -296,12 +296,15 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
         lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
         lines.pop("no communication", None)
         if lines:
+            note = f"One profiled step of each variant; {cell['spans'].iloc[0]}."
+            if cell["cuda_graph"].map(bool).any():
+                note += " One launch replays a step with cuda_graph, so its phases are not marked."
             made.append(
                 Figure(
                     f"train_step_overlap_{index}",
                     f"Timeline: {cell['label'].iloc[0]}",
                     timelines(lines),
-                    f"One profiled step of each variant; {cell['spans'].iloc[0]}.",
+                    note,
                 )
             )
     broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]
