@@ -30,14 +30,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from basics_model import CapturedStep, TransformerLM, model_config
+from basics_model import CapturedStep, ModelConfig, TransformerLM, model_config
 from basics_model import attention as rotary
 from basics_model import model as parts
+from basics_model.products import Products, joined_products, separate_products
 from ddp_lite.peer import PeerCopies, PeerMemory
 from flashattn_triton import flash_attention
 from shard_optim import FullyShardedDataParallel
@@ -47,147 +47,126 @@ DEVICE = "cuda"
 BANDWIDTH = 3.0e12  # bytes per second, of a copy on an H100
 LOSSES, WARMUP = 6, 6  # steps whose losses are compared, all before the recording
 
-# --- products of several weights that lie side by side ----------------------------------------
-
-
-def joined(weights: list[Tensor]) -> Tensor:
-    """Weights one below the other: a view where they are neighbours in memory, else a copy."""
-    first, end = weights[0], weights[0].data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or not weight.is_contiguous():
-            return torch.cat(weights)
-        end += weight.nbytes
-    rows = sum(len(weight) for weight in weights)
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
-
-
-@torch.library.custom_op("step::product", mutates_args=())
-def product(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """(..., M) times the transpose of the joined weights."""
-    return F.linear(x, joined(weights))
-
-
-@product.register_fake
-def _(x: Tensor, weights: list[Tensor]) -> Tensor:
-    return x.new_empty((*x.shape[:-1], sum(len(weight) for weight in weights)))
-
-
-@torch.library.custom_op("step::product_input", mutates_args=())
-def product_input(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    """The gradient of :func:`product`'s input."""
-    return grad @ joined(weights)
-
-
-@product_input.register_fake
-def _(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    return grad.new_empty((*grad.shape[:-1], weights[0].shape[1]))
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weights = inputs
-    ctx.save_for_backward(x, *weights)
-
-
-def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    x, *weights = ctx.saved_tensors
-    rows = [len(weight) for weight in weights]
-    whole = grad.flatten(0, -2).t() @ x.flatten(0, -2)
-    return product_input(grad, weights), list(whole.split(rows))
-
-
-product.register_autograd(_product_backward, setup_context=_keep)
-
-
-def joined_attention(self: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``SelfAttention.forward`` with one product for query, key and value."""
-    weights = [self.query.weight, self.key.weight, self.value.weight]
-    heads = product(parts.shared_input(x), weights).unflatten(-1, (3, -1, self.head_dim))
-    query, key, value = (part.transpose(1, 2) for part in heads.unbind(-3))
-    query = rotary.apply_rotary(query, cos, sin)
-    key = rotary.apply_rotary(key, cos, sin)
-    return self.output(self.attention(query, key, value).transpose(1, 2).flatten(-2))
-
-
-def joined_swiglu(self: Any, x: Tensor) -> Tensor:
-    """``SwiGLU.forward`` with one product for gate and up."""
-    both = product(parts.shared_input(x), [self.gate.weight, self.up.weight])
-    gate, up = both.chunk(2, -1)
-    return self.down(F.silu(gate) * up)
-
-
-def copied_swiglu(self: Any, x: Tensor) -> Tensor:
-    """As :func:`joined_swiglu`, but the weights are copied side by side."""
-    both = F.linear(parts.shared_input(x), torch.cat([self.gate.weight, self.up.weight]))
-    gate, up = both.chunk(2, -1)
-    return self.down(F.silu(gate) * up)
-
-
-def kernel_swiglu(self: Any, x: Tensor) -> Tensor:
-    """As :func:`joined_swiglu`, with kernels of its own for what follows the product."""
-    both = product(parts.shared_input(x), [self.gate.weight, self.up.weight])
-    return self.down(gated(both))
-
-
-# --- SwiGLU: one pass forward, one pass backward ------------------------------------------------
+# --- norms: residual sum and norm in one pass, their backward in another ------------------------
 
 
 @triton.jit
-def _gate_kernel(both, out, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < F
-    gate = tl.load(both + row * 2 * F + at, inside).to(tl.float32)
-    up = tl.load(both + row * 2 * F + F + at, inside).to(tl.float32)
-    tl.store(out + row * F + at, gate * tl.sigmoid(gate) * up, inside)
+def _norm_kernel(x, delta, weight, total, out, scale, M, EPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < M
+    value = tl.load(x + row * M + at, inside, 0.0).to(tl.float32)
+    value += tl.load(delta + row * M + at, inside, 0.0).to(tl.float32)
+    value = value.to(total.dtype.element_ty).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value) / M + EPS)
+    tl.store(total + row * M + at, value, inside)
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    tl.store(out + row * M + at, value * factor * w, inside)
+    tl.store(scale + row, factor)
 
 
 @triton.jit
-def _gate_backward_kernel(grad, both, out, F: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < F
-    gate = tl.load(both + row * 2 * F + at, inside).to(tl.float32)
-    up = tl.load(both + row * 2 * F + F + at, inside).to(tl.float32)
-    dh = tl.load(grad + row * F + at, inside).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    tl.store(out + row * 2 * F + at, dh * up * (sigmoid + silu * (1 - sigmoid)), inside)
-    tl.store(out + row * 2 * F + F + at, dh * silu, inside)
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, grad_total, total, scale, weight, out, partial, rows, M,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    inside = at < M
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    collected = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        place = row * M + at
+        dy = tl.load(grad + place, inside, 0.0).to(tl.float32)
+        value = tl.load(total + place, inside, 0.0).to(tl.float32)
+        beside = tl.load(grad_total + place, inside, 0.0).to(tl.float32)
+        factor = tl.load(scale + row)
+        normed = value * factor
+        collected += dy * normed
+        dy *= w
+        dx = factor * (dy - normed * (tl.sum(dy * normed) / M))
+        tl.store(out + place, beside + dx, inside)
+    tl.store(partial + tl.program_id(0) * M + at, collected, inside)
 
 
-@torch.library.custom_op("step::gated", mutates_args=())
-def gated(both: Tensor) -> Tensor:
-    """silu(gate) ∘ up of (..., 2·F), whose first half is the gate."""
-    width = both.shape[-1] // 2
-    out = both.new_empty((*both.shape[:-1], width))
-    grid = (out.numel() // width, triton.cdiv(width, 2048))
-    _gate_kernel[grid](both, out, width, 2048, num_warps=8)
-    return out
+@torch.library.custom_op("step::add_norm", mutates_args=())
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, its norm, and the norm's factor of each row."""
+    width = x.shape[-1]
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(scale.numel(),)](
+        x, delta, weight, total, out, scale, width, 1e-5, block, num_warps=4
+    )
+    return total, out, scale
 
 
-@gated.register_fake
-def _(both: Tensor) -> Tensor:
-    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+@add_norm.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(x), scale
 
 
-@torch.library.custom_op("step::gated_backward", mutates_args=())
-def gated_backward(grad: Tensor, both: Tensor) -> Tensor:
-    """The gradient of both halves, in one buffer."""
-    width, out = grad.shape[-1], torch.empty_like(both)
-    grid = (grad.numel() // width, triton.cdiv(width, 2048))
-    _gate_backward_kernel[grid](grad.contiguous(), both, out, width, 2048, num_warps=8)
-    return out
+@torch.library.custom_op("step::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (and of delta), and parts of the weight's, one a program."""
+    width, rows = total.shape[-1], scale.numel()
+    out = torch.empty_like(total)
+    programs = min(rows, 528)
+    partial = scale.new_empty((programs, width))
+    block = triton.next_power_of_2(width)
+    _norm_backward_kernel[(programs,)](
+        grad.contiguous(), grad_total.contiguous(), total, scale, weight, out, partial, rows,
+        width, block, 2, num_warps=8,
+    )  # fmt: skip
+    return out, partial
 
 
-@gated_backward.register_fake
-def _(grad: Tensor, both: Tensor) -> Tensor:
-    return torch.empty_like(both)
+@add_norm_backward.register_fake
+def _(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    programs = min(scale.numel(), 528)
+    return torch.empty_like(total), scale.new_empty((programs, total.shape[-1]))
 
 
-gated.register_autograd(
-    lambda ctx, grad: gated_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    total, _, scale = output
+    ctx.save_for_backward(total, scale, inputs[2])
+
+
+def _norm_backward(
+    ctx: Any, grad_total: Tensor, grad: Tensor, _: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, scale, weight = ctx.saved_tensors
+    out, partial = add_norm_backward(grad, grad_total, total, scale, weight)
+    return out, out, partial.sum(0).to(weight.dtype)
+
+
+add_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+
+
+def carried_block(self: Any, carried: Any, cos: Tensor, sin: Tensor) -> Any:
+    """``Block.forward``, whose residual stream is a sum that the next norm makes."""
+    x, delta = carried
+    x, normed, _ = add_norm(x, delta, self.attention_norm.weight)
+    delta = self.attention(normed, cos, sin)
+    x, normed, _ = add_norm(x, delta, self.feed_forward_norm.weight)
+    return x, self.feed_forward(normed)
+
+
+def carried_model(self: Any, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    """``TransformerLM.forward`` around :func:`carried_block`."""
+    positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+    cos, sin = rotary.rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+    x = self.embedding(token_ids)
+    carried = x, torch.zeros_like(x)
+    for block in self.blocks:
+        carried = block(carried, cos, sin)
+    _, normed, _ = add_norm(*carried, self.norm.weight)
+    return self.lm_head(normed, targets)
+
 
 # --- AdamW as soon as a unit's gradients are averaged -------------------------------------------
 
@@ -200,21 +179,20 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     step = tl.load(steps)
     correction1 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA1, tl.float32)))
     correction2 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA2, tl.float32)))
-    for block in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        inside = at < n
-        g = tl.load(grad + at, inside).to(tl.float32)
-        m = tl.load(first + at, inside)
-        v = tl.load(second + at, inside)
-        p = tl.load(param + at, inside)
-        p -= lr * decay * p
-        m += (1 - BETA1) * (g - m)
-        v = BETA2 * v + (1 - BETA2) * g * g
-        p -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + EPS)
-        tl.store(first + at, m, inside)
-        tl.store(second + at, v, inside)
-        tl.store(param + at, p, inside)
-        tl.store(copy + at, p, inside)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    g = tl.load(grad + at, inside).to(tl.float32)
+    m = tl.load(first + at, inside).to(tl.float32)
+    v = tl.load(second + at, inside).to(tl.float32)
+    p = tl.load(param + at, inside)
+    p -= lr * decay * p
+    m += (1 - BETA1) * (g - m)
+    v = BETA2 * v + (1 - BETA2) * g * g
+    p -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + EPS)
+    tl.store(first + at, m, inside)
+    tl.store(second + at, v, inside)
+    tl.store(param + at, p, inside)
+    tl.store(copy + at, p, inside)
 
 
 class UnitAdamW:
@@ -224,7 +202,7 @@ class UnitAdamW:
         module: whose units are updated.
         lr, weight_decay: of AdamW, whose other settings are torch's.
         overlapped: the update runs on a stream of its own, beside the rest of backward.
-        programs: at most so many for a parameter.
+        moments: their dtype.
     """
 
     def __init__(
@@ -234,11 +212,11 @@ class UnitAdamW:
         lr: float,
         weight_decay: float,
         overlapped: bool,
-        programs: int = 2**20,
+        moments: torch.dtype = torch.float32,
     ) -> None:
-        self.lr, self.weight_decay, self.programs = lr, weight_decay, programs
+        self.lr, self.weight_decay = lr, weight_decay
         self.moments = {
-            unit: (torch.zeros_like(unit.shard), torch.zeros_like(unit.shard))
+            unit: tuple(torch.zeros_like(unit.shard, dtype=moments) for _ in range(2))
             for unit in module.units
         }
         self.steps = torch.zeros((), device=DEVICE)
@@ -268,7 +246,7 @@ class UnitAdamW:
         with torch.cuda.stream(self.stream):
             for cut, grad, copy in zip(unit.cuts, averages, unit._sources, strict=True):
                 part = slice(cut.shard_offset, cut.shard_offset + cut.chunk)
-                grid = (min(triton.cdiv(cut.chunk, 2048), self.programs),)
+                grid = (triton.cdiv(cut.chunk, 2048),)
                 _adamw_kernel[grid](
                     unit.shard[part], grad, first[part], second[part], copy, self.steps, cut.chunk,
                     self.lr, self.weight_decay, 0.9, 0.999, 1e-8, 2048, num_warps=8,
@@ -288,35 +266,51 @@ class Variant:
     Attributes:
         forwards: in place of those of modules.
         inductor: options of the compiler.
-        adamw: torch's fused one, or :class:`UnitAdamW` "at-once", "overlapped", or "narrow", which
-            is overlapped on few multiprocessors.
+        adamw: torch's fused one, or :class:`UnitAdamW` "at-once" or "overlapped".
+        moments: dtype of the moments of :class:`UnitAdamW`.
+        products: of the model.
+        priority: of the stream of the computation; a lower number goes first.
+        float8: the name of one of torchao's recipes for the products of blocks.
     """
 
     forwards: Forwards = dataclasses.field(default_factory=dict)
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
     adamw: str = "torch"
+    moments: torch.dtype = torch.float32
+    float8: str | None = None
+    products: Products = separate_products
+    priority: int = 0
 
 
-FEED_FORWARD: Forwards = {parts.SwiGLU: joined_swiglu}
-JOINED: Forwards = FEED_FORWARD | {parts.SelfAttention: joined_attention}
-KERNEL: Forwards = JOINED | {parts.SwiGLU: kernel_swiglu}
-TUNED = {"coordinate_descent_tuning": True}
+CARRIED: Forwards = {parts.Block: carried_block, TransformerLM: carried_model}
 VARIANTS = {
     "today": Variant(),
-    "joined": Variant(forwards=JOINED),
-    "at-once": Variant(adamw="at-once"),
-    "overlapped": Variant(adamw="overlapped"),
-    "narrow": Variant(adamw="narrow"),
-    "kernel": Variant(forwards=KERNEL),
-    "joined-ff": Variant(forwards=FEED_FORWARD),
-    "all": Variant(forwards=KERNEL, adamw="overlapped"),
-    "copied-ff": Variant(forwards={parts.SwiGLU: copied_swiglu}),
-    "tuned": Variant(inductor=TUNED),
-    "separate-norms": Variant(inductor={"triton.mix_order_reduction": False}),
-    "searched": Variant(
-        inductor={"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+    "joined": Variant(products=joined_products),
+    "carried": Variant(products=joined_products, forwards=CARRIED),
+    "overlapped": Variant(products=joined_products, adamw="overlapped"),
+    "all": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped"),
+    "first": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped", priority=-1),
+    "moments": Variant(
+        products=joined_products,
+        forwards=CARRIED,
+        adamw="overlapped",
+        moments=torch.bfloat16,
     ),
+    "at-once": Variant(products=joined_products, forwards=CARRIED, adamw="at-once"),
+    "early-launch": Variant(inductor={"triton.enable_pdl": True}),
+    "float8": Variant(float8="tensorwise", adamw="overlapped"),
+    "float8-rows": Variant(float8="rowwise", adamw="overlapped"),
 }
+
+
+def configuration(options: argparse.Namespace) -> ModelConfig:
+    """The model's, with the dimensions that are given in place of the size's."""
+    return model_config(
+        options.size,
+        context_length=options.sequence,
+        d_ff=options.d_ff,
+        num_layers=options.num_layers,
+    )
 
 
 class Step:
@@ -331,8 +325,13 @@ class Step:
         group = dist.group.WORLD
         assert group is not None
         memory = PeerMemory(group)
-        config = model_config(options.size, context_length=options.sequence)
-        model = TransformerLM(config, attention=causal, device=DEVICE)
+        config = configuration(options)
+        model = TransformerLM(config, attention=causal, products=variant.products, device=DEVICE)
+        if variant.float8 is not None:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            recipe = Float8LinearConfig.from_recipe_name(variant.float8)
+            convert_to_float8_training(model.blocks, config=recipe)
         for block in model.blocks:
             block.compile(dynamic=False, options=variant.inductor or None)
         self.module = FullyShardedDataParallel(
@@ -349,7 +348,7 @@ class Step:
             self.unit_adamw = UnitAdamW(
                 self.module,
                 overlapped=variant.adamw != "at-once",
-                programs=24 if variant.adamw == "narrow" else 2**20,
+                moments=variant.moments,
                 **adam,
             )
             updated = list(self.module.replicated.params)
@@ -429,6 +428,7 @@ def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[s
     torch._dynamo.reset()
     begin = time.perf_counter()
     with (
+        torch.cuda.stream(torch.cuda.Stream(priority=VARIANTS[name].priority)),
         patched(VARIANTS[name]) as holder,
         torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True),
     ):
@@ -505,7 +505,7 @@ def rank_kernels(name: str, step: Step, folder: Path) -> None:
 
 def time_products(options: argparse.Namespace) -> None:
     """Each product of a block and of the head, as the step calls it, and joined ones beside."""
-    config = model_config(options.size)
+    config = configuration(options)
     width, wide, tokens = config.d_model, config.d_ff, options.batch * options.sequence
     shapes = {"one of qkv, output": (width, width), "qkv": (width, 3 * width),
               "gate or up": (width, wide), "gate and up": (width, 2 * wide),
@@ -558,10 +558,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", default="out")
     parser.add_argument("--size", default="xl")
+    parser.add_argument("--d-ff", type=int)
+    parser.add_argument("--num-layers", type=int)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--profiled", default="today,all")
+    parser.add_argument("--profiled", default="today,carried,all")
     parser.add_argument("--products", action="store_true")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=5)
@@ -573,13 +575,12 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device(DEVICE, torch.cuda.current_device()))
     Path(options.out).mkdir(parents=True, exist_ok=True)
     torch._inductor.config.benchmark_kernel = True  # kernels know their bytes
-    torch.cuda.set_stream(torch.cuda.Stream())
     if options.products:
         time_products(options)
     names = options.variants.split(",")
     reference: list[float] | None = None
     for number in range(options.rounds):
-        for name in names if number % 2 == 0 else names[::-1]:
+        for name in names:
             late = torch.tensor(time.perf_counter() - begin, device=DEVICE)
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if late > 60 * options.minutes:

@@ -8,14 +8,13 @@ of these) into JSON without loss, and ``decode`` turns it back.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks, all_gather_json
+from ddp_lite.ranks import all_gather_json
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -35,38 +34,24 @@ def all_gather_values(value: Any, communicator: Any) -> list[Any]:
         TypeError: on every rank, if any rank's value cannot be encoded.
         ValueError: on every rank, if the messages need more than 256 MiB in all.
     """
-    everyone = all_gather_json(_message(value), communicator)
-    return [_content(each, rank, communicator.size()) for rank, each in enumerate(everyone)]
+    everyone = all_gather_json(message(value), communicator)
+    return [content(each, rank, communicator.size()) for rank, each in enumerate(everyone)]
 
 
-def broadcast_value(value: Any, ranks: Ranks) -> Any:
-    """Rank 0's value, on every rank: unlike a gathered one, it is held once. Collective.
-
-    Args:
-        value: see ``encode``; of the other ranks it is not looked at.
-        ranks: get it.
-
-    Raises:
-        TypeError: on every rank, if the value cannot be encoded.
-    """
-    message = bytearray(json.dumps(_message(value if ranks.rank == 0 else None)).encode())
-    size = torch.tensor([len(message)], device=ranks.device)
-    ranks.overwrite_with_rank_0([size])
-    data = torch.frombuffer(message.ljust(int(size)), dtype=torch.uint8)[: int(size)]
-    data = data.to(ranks.device)
-    ranks.overwrite_with_rank_0([data])
-    return _content(json.loads(tensor_bytes(data.cpu())), 0, ranks.size)
-
-
-def _message(value: Any) -> list[Any]:
-    """A problem, which must reach the ranks that wait for this one, or None; and the value."""
+def message(value: Any) -> list[Any]:
+    """A value as JSON, after the problem if it has none, which must reach ranks that wait."""
     try:
         return [None, encode(value)]
     except TypeError as error:
         return [str(error), None]
 
 
-def _content(message: list[Any], rank: int, size: int) -> Any:
+def content(message: list[Any], rank: int, size: int) -> Any:
+    """The value in a rank's message.
+
+    Raises:
+        TypeError: if it holds a problem.
+    """
     problem, encoded = message
     if problem is not None:
         raise TypeError(f"{problem} (on rank {rank} of {size})")

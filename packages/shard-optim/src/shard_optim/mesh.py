@@ -7,6 +7,7 @@ across the first dimension, over which everything is replicated (hybrid sharding
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, broadcast, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.json_messages import all_gather_values, broadcast_value
+from shard_optim.json_messages import (
+    all_gather_values,
+    content,
+    from_bytes,
+    message,
+    tensor_bytes,
+)
 
 
 class Mesh:
@@ -82,10 +89,17 @@ class Mesh:
             ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value; see ``json_messages.py`` for what it may be."""
-        for ranks in self.levels:
-            value = ranks.together(what, broadcast_value, value, ranks)
-        return value
+        """The first rank's value, held once, unlike gathered ones; see ``json_messages.py``.
+
+        Raises:
+            TypeError: on every rank, if the value cannot be encoded.
+        """
+        text = bytearray(json.dumps(message(value if self.first else None)).encode())
+        size = torch.tensor([len(text)], device=self.shards.device)
+        self.broadcast(what, size)
+        data = from_bytes(text.ljust(int(size)), torch.uint8)[: int(size)].to(self.shards.device)
+        self.broadcast(what, data)
+        return content(json.loads(tensor_bytes(data.cpu())), 0, len(self.everyone))
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, in the order of ``everyone``; see ``json_messages.py``."""

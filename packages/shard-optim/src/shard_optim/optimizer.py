@@ -48,7 +48,7 @@ from shard_optim.optimizer_class import (
     pack_groups,
     settings_of,
 )
-from shard_optim.optimizer_state import OptimizerState, check_state_dict
+from shard_optim.optimizer_state import check_state_dict
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
@@ -153,7 +153,7 @@ class ShardedOptimizer(Optimizer):
         group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
-        self._class_arguments = kwargs
+        self.class_arguments = kwargs
         self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
@@ -225,18 +225,6 @@ class ShardedOptimizer(Optimizer):
     def buckets(self) -> list[Bucket]:
         """The flat buffers that hold the trainable parameters."""
         return self._placement.buckets
-
-    def own_state(self) -> OptimizerState:
-        """The table's rows of this optimizer (``optimizer_state.py``)."""
-        self.wait()
-        return OptimizerState(
-            self,
-            self.local,
-            optimizer_cls=self.optimizer_cls,
-            kwargs=self._class_arguments,
-            name_of=self.name_of,
-            install=self._install,
-        )
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -323,7 +311,7 @@ class ShardedOptimizer(Optimizer):
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
-            self._await(self._waits, added)
+            self._waits.add(added)
         if isinstance(self.local, LocalOptimizer):
             self.local.add(self.param_groups, added)
 
@@ -445,15 +433,10 @@ class ShardedOptimizer(Optimizer):
                     "the attached module must own every parameter of the optimizer, but "
                     f"{self.name_of(index)} is not in it. Attach the module that contains it."
                 )
-        self._waits = ForwardWaits(module, self.wait)
+        self._waits = ForwardWaits(module, self.wait, hook_gradients=self._reducer is None)
         if self._reducer is not None:
             self._reducer.check_read = self._waits.check_read
-        self._await(self._waits, self.buckets)
-
-    def _await(self, waits: ForwardWaits, added: Sequence[Bucket]) -> None:
-        waits.add(added)
-        if self._reducer is None:
-            waits.hook_gradients(added)
+        self._waits.add(self.buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ``reduce_gradients=True`` lets gradients accumulate without communication.
@@ -564,7 +547,7 @@ class ShardedOptimizer(Optimizer):
             problem = str(error)
         self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        self._install(by_number(given), given["param_groups"])
+        self.install(by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -577,7 +560,8 @@ class ShardedOptimizer(Optimizer):
         settings = {"partition": self.partition, "optimizer": self.optimizer_cls.__qualname__}
         return origin | settings | {"groups": groups}
 
-    def _install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+        """Replaces this rank's state, by parameter number, and the hyperparameters."""
         self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))

@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 
 from shard_optim.bucket_layout import Place, Row
 from shard_optim.fully_sharded.own_shards import StatesOfShards
-from shard_optim.optimizer_class import Groups, all_params, by_number, pack_groups, state_keys
+from shard_optim.optimizer_class import (
+    Groups,
+    all_params,
+    by_number,
+    foreign_hyperparameters,
+    pack_groups,
+    state_keys,
+)
 from shard_optim.shard_update import MASTER, LocalOptimizer
 
 # Parameter number; for a moment its kind and name.
@@ -33,9 +40,6 @@ class OptimizerState:
     Args:
         optimizer: a ``ShardedOptimizer``, or one of another class over shards.
         shards: what keeps this rank's state.
-        optimizer_cls: the class whose state it is.
-        kwargs: for the class.
-        name_of: a parameter's name by its number.
         install: replaces this rank's state, by parameter number, and the hyperparameters.
     """
 
@@ -43,15 +47,13 @@ class OptimizerState:
         self,
         optimizer: Optimizer,
         shards: LocalOptimizer | StatesOfShards,
-        *,
-        optimizer_cls: type[Optimizer],
-        kwargs: Mapping[str, Any],
-        name_of: Callable[[int], str],
         install: Callable[[Mapping[int, dict[str, Any]], Groups], None],
     ) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
-        self._shards, self._cls, self._kwargs = shards, optimizer_cls, kwargs
-        self._name_of, self._install = name_of, install
+        self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+        self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
+        self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
+        self._shards, self._install = shards, install
         self._places = shards.places()  # of parameters, by number; frozen ones may have none
 
     def header(self) -> dict[str, Any]:
@@ -185,6 +187,7 @@ class OptimizerState:
     def _problems_of_groups(self, saved_groups: Any) -> Iterator[str]:
         if not _are_groups(saved_groups) or len(saved_groups) != len(self._groups):
             yield f"it has {len(saved_groups)} groups, the optimizer {len(self._groups)}"
+        foreign = foreign_hyperparameters(self._defaults)
         flag = "decoupled_weight_decay"  # tells AdamW from Adam, whose settings are the same
         for number, (saved, group) in enumerate(zip(saved_groups, self._groups, strict=True)):
             theirs, ours = len(saved["params"]), len(group["params"])
@@ -194,6 +197,8 @@ class OptimizerState:
                 yield f"group {number} lacks {missing}: it is of another optimizer class"
             if flag in saved and flag in self._defaults and saved[flag] != group[flag]:
                 yield f"group {number} has {flag}={saved[flag]}, the optimizer {group[flag]}"
+            if others := sorted(foreign & set(saved) - set(group)):
+                yield f"group {number} has {others}: it is of another optimizer class"
             names = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
             for its, own in names:
                 if its != own:

@@ -22,8 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place, Shard, check_gradient, in_memory_order
-from shard_optim.gradient_norm import in_dtype
+from shard_optim.bucket_layout import (
+    Bucket,
+    Place,
+    Shard,
+    check_gradient,
+    in_dtype,
+    in_memory_order,
+)
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
 
