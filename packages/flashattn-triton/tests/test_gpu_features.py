@@ -46,6 +46,29 @@ def test_masks_hide_nan_in_kernels(dtype: torch.dtype, shared: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"causal": "bottom-right", "window": (40, 0)}, slice(0, 260)),
+        ({"causal": "top-left"}, slice(300, None)),
+    ],
+    ids=["decoding in a window", "causal"],
+)
+def test_keys_that_a_band_hides_may_hold_nan(
+    options: dict[str, Any], hidden: slice, dtype: torch.dtype
+) -> None:
+    inputs, results = tensors(dtype, 300, 600), []
+    for implementation in ("auto", "reference"):
+        given = [x.detach().clone() for x in inputs]
+        if implementation == "auto":
+            given[1][:, :, hidden] = given[2][:, :, hidden] = float("nan")
+        leaves = [x.requires_grad_() for x in given]
+        out = flash_attention(*leaves, **options, implementation=implementation)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert_near(*results, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("n_queries", [1, 5])
 def test_caches_in_a_graph(dtype: torch.dtype, n_queries: int) -> None:
     query, key, value = (x.detach().transpose(1, 2) for x in tensors(dtype, n_queries))
