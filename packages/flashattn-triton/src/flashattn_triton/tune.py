@@ -74,7 +74,7 @@ def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
     sizes: tuple[int, ...] = (32, 64, 128) if head_dim * itemsize <= 256 else (16, 32, 64)
     # fp32 rows of a program: see dispatch.check_tiling. Its operands, split into three parts, take
     # the registers that half types leave to accumulators.
-    own_sizes, fewest, widest = ((16, 32, 64, 128), 40, 2) if half else ((16, 32), 8, 4)
+    own_sizes, fewest, widest = ((16, 32, 64, 128), 36, 2) if half else ((16, 32), 8, 4)
     shapes = itertools.product(own_sizes, sizes, (4, 8), (2, 3) if half else (1, 2, 3))
     for own, other, warps, stages in shapes:
         queries, keys = (own, other) if owns_queries else (other, own)
