@@ -217,6 +217,8 @@ def reason_of(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, ImportError):
         return f"needs {text.split('requires the ')[-1].split(' ')[0]}, which is not installed"
+    if isinstance(error, KeyError):
+        return f"the small configuration has no {text}"
     missing = re.search(r"missing \d+ required positional arguments?: (.*)", text)
     if missing:
         return f"takes {missing[1].replace(chr(39), '')}"
