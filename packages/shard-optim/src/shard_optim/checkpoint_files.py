@@ -33,7 +33,6 @@ from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import decode, encode
 from shard_optim.mesh import on_every_rank
 from shard_optim.stored_tensor import (
-    Contents,
     Part,
     StoredTensor,
     check_tensors,
@@ -207,8 +206,12 @@ def _torch_metadata(tensors: Mapping[str, Any]) -> bytes:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_description(folder: Path) -> Contents:
+def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
     """The description of a checkpoint.
+
+    Returns:
+        Tensors by key, small values by key, and an identity, the same for two ranks exactly if they
+        have read the same description.
 
     Raises:
         FileNotFoundError: if the folder holds no complete checkpoint.
@@ -220,27 +223,24 @@ def read_description(folder: Path) -> Contents:
             "earlier one"
         )
     if not os.path.lexists(folder / CONTENTS):
-        contents = read_dcp_description(folder)
+        tensors, values, data = read_dcp_description(folder)
     else:
         content, data = read_checksummed(folder / CONTENTS)
         metadata = read_small(folder / METADATA)
         try:
-            contents = Contents(
-                tensors={
-                    key: StoredTensor(
-                        dtype=dtype_named(entry["dtype"]),
-                        shape=tuple(entry["shape"]),
-                        parts=tuple(Part(**part) for part in entry["parts"]),
-                    )
-                    for key, entry in content["tensors"].items()
-                },
-                values={key: decode(value) for key, value in content["values"].items()},
-                identity=hashlib.sha256(data).hexdigest(),
-            )
+            tensors = {
+                key: StoredTensor(
+                    dtype=dtype_named(entry["dtype"]),
+                    shape=tuple(entry["shape"]),
+                    parts=tuple(Part(**part) for part in entry["parts"]),
+                )
+                for key, entry in content["tensors"].items()
+            }
+            values = {key: decode(value) for key, value in content["values"].items()}
             expected = content["metadata_crc32"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(folder / CONTENTS, error) from error
         if expected != zlib.crc32(metadata):
             raise damaged(folder / METADATA, "its checksum differs")
-    check_tensors(folder, contents.tensors)
-    return contents
+    check_tensors(folder, tensors)
+    return tensors, values, hashlib.sha256(data).hexdigest()

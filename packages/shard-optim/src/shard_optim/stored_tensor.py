@@ -66,21 +66,6 @@ class StoredTensor:
     parts: tuple[Part, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The description of a checkpoint.
-
-    Attributes:
-        tensors: by key.
-        values: everything small, by key.
-        identity: the same for two ranks exactly if they have read the same description.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
-    identity: str = ""
-
-
 def damaged(path: Path, reason: object) -> ValueError:
     """The error for a file that is not as it was written."""
     return ValueError(
