@@ -363,10 +363,10 @@ class LocalOptimizer:
     def places(self) -> dict[int, Place]:
         """Where the state of each parameter that has a bucket lies, by its number."""
         return {
-            index: bucket.place(position)
+            index: place
             for step_group in self.step_groups
             for bucket in step_group.fused
-            for position, index in enumerate(bucket.indices)
+            for index, place in zip(bucket.indices, bucket.places, strict=True)
         }
 
     def states(self) -> dict[int, dict[str, Any]]:
