@@ -191,6 +191,8 @@ LIES = [
     ("sizes that are no counts", lambda c: c["tensors"]["table_" * 3].update(shape=[1e9])),
     ("not inside the folder", lambda c: first_part(c).update(file="../x")),
     ("not inside the folder", lambda c: first_part(c).update(file="/dev/zero")),
+    ("not inside the folder", lambda c: first_part(c).update(file="a\n/../../x")),
+    ("not inside the folder", lambda c: first_part(c).update(file="..")),
     ("it ends before", lambda c: first_part(c).update(offset=10**9)),
     ("takes .* bytes", lambda c: first_part(c).update(offset=0, length=10**5)),
     ("names the dtype 'load'", lambda c: c["tensors"]["model.0.weight"].update(dtype="load")),
