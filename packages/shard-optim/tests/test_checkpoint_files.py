@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.serialization import config as serialization_config
 
 from ranks import run_ranks
 from shard_optim import (
@@ -23,6 +24,7 @@ from shard_optim import (
     load,
     save,
 )
+from shard_optim.stored_tensor import Part, StoredTensor, read_elements
 
 OLD = Path(__file__).parent / "data"
 
@@ -237,6 +239,25 @@ def check_lies(rank, world_size, folder):
 
 def test_descriptions_that_lie_are_refused(tmp_path):
     run_ranks(check_lies, 1, str(tmp_path))
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_elements_are_found_at_any_alignment(tmp_path, monkeypatch, alignment):
+    monkeypatch.setattr(serialization_config.save, "storage_alignment", alignment)
+    values, buffer = torch.arange(10.0), io.BytesIO(b"before")
+    buffer.seek(0, os.SEEK_END)
+    torch.save(values, buffer)
+
+    def read(data):
+        (tmp_path / "file").write_bytes(data)
+        where = {"offset": 6, "length": len(data) - 6, "crc32": zlib.crc32(data[6:])}
+        part = Part(first=0, count=10, file="file", **where)
+        stored = StoredTensor(dtype=values.dtype, shape=(10,), parts=(part,))
+        return read_elements(tmp_path, "key", stored, 3, 4)
+
+    assert torch.equal(read(buffer.getvalue()), values[3:7])
+    with pytest.raises(ValueError, match="key is not stored as"):
+        read(buffer.getvalue().replace(b"little", b"big\0\0\0"))
 
 
 def check_special_files(rank, world_size, folder):

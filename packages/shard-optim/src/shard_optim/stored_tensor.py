@@ -33,7 +33,7 @@ _MOST_OVERHEAD = 64 * 1024
 # compressed", 16 bytes, the lengths of the name and of what follows it, and both.
 _ELEMENTS = re.compile(rb"PK\x03\x04.{4}\0\0.{16}(....)[^/]{1,99}/data/0", re.DOTALL)
 _HEADER_BYTES = 30
-_BYTE_ORDER = re.compile(rb"/byteorder.{,99}?(little|big)", re.DOTALL)
+_BYTE_ORDER = re.compile(rb"/byteorder(?:FB..Z*)?(little|big)", re.DOTALL)  # "FB": padding
 
 
 @dataclass(frozen=True, kw_only=True)
