@@ -242,11 +242,11 @@ def test_descriptions_that_lie_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
-def test_elements_are_found_at_any_alignment(tmp_path, monkeypatch, alignment):
-    monkeypatch.setattr(serialization_config.save, "storage_alignment", alignment)
+def test_elements_are_found_at_any_alignment(tmp_path, alignment):
     values, buffer = torch.arange(10.0), io.BytesIO(b"before")
     buffer.seek(0, os.SEEK_END)
-    torch.save(values, buffer)
+    with serialization_config.patch("save.storage_alignment", alignment):
+        torch.save(values, buffer)
 
     def read(data):
         (tmp_path / "file").write_bytes(data)
