@@ -355,8 +355,7 @@ class LocalOptimizer:
 
     def _all_fused(self) -> Iterator[FusedShard]:
         for step_group in self.step_groups:
-            for several in step_group.fused.values():
-                yield from several
+            yield from step_group.all_fused()
 
     # --- state -------------------------------------------------------------------------------
 

@@ -519,11 +519,9 @@ def _ranks_of(model: Any, optimizer: Any) -> Mesh:
     shards = model is not None and any(map(sharded_of, model.parameters()))
     if not shards and isinstance(optimizer, ShardedOptimizer):
         return optimizer.mesh
-    if not shards and model is None and optimizer is not None:
-        found = sharded_in(optimizer.param_groups)
-        if found is not None:
-            return found.ranks
     if model is None and optimizer is not None:
+        if (found := sharded_in(optimizer.param_groups)) is not None:
+            return found.ranks
         raise TypeError(
             "optimizer must be a ShardedOptimizer, or one of the parameters of a "
             f"FullyShardedDataParallel, but got {type(optimizer).__name__}. Save others by "

@@ -264,6 +264,7 @@ class Unit:
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
+        self._casts = self.gather_dtype != self.dtype  # the shards, before they are gathered
         self._reduce_dtype = reduce_dtype
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(
@@ -311,11 +312,6 @@ class Unit:
         self.ranks.together(words, gather)
         return flat.as_strided(place.size, place.stride)
 
-    @property
-    def casts(self) -> bool:
-        """Whether shards are cast before they are gathered."""
-        return self.gather_dtype != self.dtype
-
     def use(self, slot: Slot) -> None:
         """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
         self.slot = slot
@@ -326,7 +322,7 @@ class Unit:
         ]
         # Shards that are cast become this rank's part of the result, which is gathered in place.
         self._sources = self._ranges
-        if self.casts:
+        if self._casts:
             self._sources = [target.chunk(world_size)[rank] for target in self._targets]
         self.whole_views = [
             slot.whole.as_strided(place.size, place.stride, cut.whole_offset)
@@ -352,7 +348,7 @@ class Unit:
         slot = self.slot
         slot.take(self, generation)
         with traced("all_gather", self.name):
-            if self.casts:
+            if self._casts:
                 torch._foreach_copy_(self._sources, self._ranges)
             slot.work = self.ranks.together(
                 f"{self.gather_words} {phase}",
