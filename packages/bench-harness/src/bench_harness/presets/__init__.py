@@ -8,6 +8,11 @@ options. An array of tables (``[[model]]``) runs an experiment once per table::
     [model]
     sizes = ["small", "medium"]
     modes = ["forward"]
+
+A table ``cuda`` within it takes its place where there is a GPU::
+
+    [model.cuda]
+    sizes = ["xl"]
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from typing import Any
 
 from bench_harness import experiments, options, user_code
 from bench_harness.core import Case
+from bench_harness.environment import gpu_count
 
 
 @dataclass(frozen=True)
@@ -101,14 +107,12 @@ def _parse(name: str, source: str, toml: str) -> Preset:
         try:
             experiment = experiments.get(experiment_name)
             for table in tables if isinstance(tables, list) else [tables]:
-                if not isinstance(table, Mapping):
-                    raise ValueError(
-                        f"{experiment_name} must be a table of options, but got {table!r}. Write "
-                        f"[{experiment_name}]."
-                    )
-                values = options.build(experiment, table)
-                user_code.refuse_ignored(values, table)
-                runs.append((experiment_name, values))
+                plain = {k: v for k, v in _table(experiment_name, table).items() if k != "cuda"}
+                on_gpu = _table(f"{experiment_name}.cuda", table.get("cuda", plain))
+                both = [options.build(experiment, given) for given in (plain, on_gpu)]
+                for values, given in zip(both, (plain, on_gpu), strict=True):
+                    user_code.refuse_ignored(values, given)
+                runs.append((experiment_name, both[gpu_count() > 0]))
         except ValueError as error:
             raise ValueError(f"preset {source}: {error}") from None
     if not runs:
@@ -119,3 +123,9 @@ def _parse(name: str, source: str, toml: str) -> Preset:
     order = experiments.names()
     runs.sort(key=lambda run: order.index(run[0]))
     return Preset(name, str(description), runs)
+
+
+def _table(name: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must be a table of options, but got {given!r}. Write [{name}].")
+    return given

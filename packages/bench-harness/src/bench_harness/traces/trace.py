@@ -11,10 +11,11 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval, Overlap, overlap, union
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Prefix of the ranges that mark phases.
 PHASE = "phase:"
+#: Prefix of the ranges that say what the host launches meanwhile.
+MARK = "mark:"
 
 #: Kernels and operators that multiply matrices. cuBLAS names its own gemm, xmma, nvjet or cutlass.
 _MATMUL = re.compile(
@@ -105,17 +108,31 @@ class Trace:
 @contextmanager
 def phase(name: str, device: torch.device) -> Iterator[None]:
     """A named window with the device idle at both ends; also an NVTX range on CUDA."""
-    import torch
-
     from bench_harness.timing import synchronize
 
     synchronize(device)
-    with torch.profiler.record_function(PHASE + name):
+    with _named(PHASE + name, device):
+        yield
+        synchronize(device)
+
+
+def mark(name: str, device: torch.device) -> AbstractContextManager[None]:
+    """What any thread launches meanwhile belongs to that phase; nothing is waited for.
+
+    For recorders that see neither autograd's nodes nor torch's own ranges, as Nsight Systems.
+    """
+    return _named(MARK + name, device)
+
+
+@contextmanager
+def _named(name: str, device: torch.device) -> Iterator[None]:
+    import torch
+
+    with torch.profiler.record_function(name):
         if device.type == "cuda":
-            torch.cuda.nvtx.range_push(PHASE + name)
+            torch.cuda.nvtx.range_push(name)
         try:
             yield
-            synchronize(device)
         finally:
             if device.type == "cuda":
                 torch.cuda.nvtx.range_pop()
@@ -155,21 +172,13 @@ def short_name(kernel: str) -> str:
     return own
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTotal:
-    """All runs of one kernel (or operator) inside some windows."""
-
-    name: str
-    kind: str
-    count: int
-    total_ns: int
-    share: float
-
-
-def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[KernelTotal]:
-    """Cumulative time per kernel inside the windows, longest first.
+def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[Row]:
+    """All runs of each kernel, or operator, inside the windows, longest first.
 
     On a CPU the times are operators' own, nested operators left out.
+
+    Returns:
+        ``kernel``, ``work`` (:func:`kind`), ``count``, ``total_ms``, and ``share`` of all in %.
     """
     counts: dict[str, int] = defaultdict(int)
     totals: dict[str, int] = defaultdict(int)
@@ -179,13 +188,8 @@ def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[KernelTotal
             totals[event.name] += event.self_ns
     everything = sum(totals.values()) or 1
     return [
-        KernelTotal(
-            name=name,
-            kind=kind(name),
-            count=counts[name],
-            total_ns=totals[name],
-            share=totals[name] / everything,
-        )
+        {"kernel": name, "work": kind(name), "count": counts[name]}
+        | {"total_ms": totals[name] / 1e6, "share": 100 * totals[name] / everything}
         for name in sorted(totals, key=lambda name: -totals[name])
     ]
 
