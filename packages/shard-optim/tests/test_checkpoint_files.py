@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.serialization import config as serialization_config
 
 from ranks import run_ranks
 from shard_optim import (
@@ -23,6 +24,7 @@ from shard_optim import (
     load,
     save,
 )
+from shard_optim.stored_tensor import Part, StoredTensor, read_elements
 
 OLD = Path(__file__).parent / "data"
 
@@ -191,6 +193,8 @@ LIES = [
     ("sizes that are no counts", lambda c: c["tensors"]["table_" * 3].update(shape=[1e9])),
     ("not inside the folder", lambda c: first_part(c).update(file="../x")),
     ("not inside the folder", lambda c: first_part(c).update(file="/dev/zero")),
+    ("not inside the folder", lambda c: first_part(c).update(file="a\n/../../x")),
+    ("not inside the folder", lambda c: first_part(c).update(file="..")),
     ("it ends before", lambda c: first_part(c).update(offset=10**9)),
     ("takes .* bytes", lambda c: first_part(c).update(offset=0, length=10**5)),
     ("names the dtype 'load'", lambda c: c["tensors"]["model.0.weight"].update(dtype="load")),
@@ -235,6 +239,25 @@ def check_lies(rank, world_size, folder):
 
 def test_descriptions_that_lie_are_refused(tmp_path):
     run_ranks(check_lies, 1, str(tmp_path))
+
+
+@pytest.mark.parametrize("alignment", [64, 4096])
+def test_elements_are_found_at_any_alignment(tmp_path, alignment):
+    values, buffer = torch.arange(10.0), io.BytesIO(b"before")
+    buffer.seek(0, os.SEEK_END)
+    with serialization_config.patch("save.storage_alignment", alignment):
+        torch.save(values, buffer)
+
+    def read(data):
+        (tmp_path / "file").write_bytes(data)
+        where = {"offset": 6, "length": len(data) - 6, "crc32": zlib.crc32(data[6:])}
+        part = Part(first=0, count=10, file="file", **where)
+        stored = StoredTensor(dtype=values.dtype, shape=(10,), parts=(part,))
+        return read_elements(tmp_path, "key", stored, 3, 4)
+
+    assert torch.equal(read(buffer.getvalue()), values[3:7])
+    with pytest.raises(ValueError, match="key is not stored as"):
+        read(buffer.getvalue().replace(b"little", b"big\0\0\0"))
 
 
 def check_special_files(rank, world_size, folder):

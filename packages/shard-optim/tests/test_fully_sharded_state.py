@@ -13,7 +13,8 @@ from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
 from shard_optim.bucket_layout import flat_slice
-from shard_optim.fully_sharded.unit import Unit, parameter_locations
+from shard_optim.fully_sharded.unit import Unit
+from shard_optim.origin import sharded_of
 from whole_state import load_whole_model, load_whole_optimizer, whole_model, whole_optimizer
 
 
@@ -37,7 +38,6 @@ def update(model, optimizer, steps, *, reduced=False):
     Args:
         reduced: whether the optimizer reduces the gradients of a backward pass.
     """
-    units = parameter_locations(model.units) if isinstance(model, FullyShardedDataParallel) else {}
     for step in steps:
         if reduced:
             pairs = [
@@ -48,12 +48,11 @@ def update(model, optimizer, steps, *, reduced=False):
             optimizer.step()
             continue
         for index, param in enumerate(model.parameters()):
-            if id(param) in units:
-                unit, position = units[id(param)]
-                size, stride = unit.layouts[position]
-                first, count = unit.cuts[position].owned(dist.get_rank())
-                grad = whole_gradient(size, step, index)
-                param.grad = flat_slice(grad, size, stride, first, count)
+            found = sharded_of(param)
+            if found is not None and not found.place.replicated:
+                place = found.place
+                grad = whole_gradient(place.size, step, index)
+                param.grad = flat_slice(grad, place.size, place.stride, *place.span)
             else:
                 param.grad = torch.empty_like(param).copy_(whole_gradient(param.shape, step, index))
         optimizer.step()

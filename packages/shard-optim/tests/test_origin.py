@@ -171,6 +171,9 @@ def check_stages(rank, world_size):
     other = ShardedOptimizer(build().parameters(), torch.optim.AdamW, lr=0.1)
     with pytest.raises(ValueError, match="it is of stage 2, not 1"):
         other.load_state_dict(first.state_dict())
+    sgd = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
+    with pytest.raises(ValueError, match="it is of optimizer AdamW, not SGD"):
+        sgd.load_state_dict(first.state_dict())
     model, optimizer = stage_3()
     step(model, optimizer, rank)
     plain = torch.optim.AdamW(build().parameters(), lr=0.1)

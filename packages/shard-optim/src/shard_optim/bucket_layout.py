@@ -252,6 +252,7 @@ class Bucket:
         flat: the buffer, shape (world_size * chunk,).
         owned: this rank's range of it, shape (chunk,).
         shards: this rank's parts of the members, in the plan's order.
+        places: where the state of each member lies.
 
     Args:
         params: the members, in the plan's order; one dtype, one device.
@@ -286,11 +287,12 @@ class Bucket:
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
         self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
         self.shards: list[Shard] = []
+        self.places: list[Place] = []
         self._gather: Waitable | None = None
         self._gather_words = self.describe("the all-gather of updated parameters")
         for position, param in enumerate(self.params):
             self._adopt(param, plan.offsets[position])
-            span = plan.span(position, self.rank)
+            span, form = plan.span(position, self.rank), torch.Size([0])
             if span is not None:
                 # A number stays a number, so that its state has the shape a full state dict has.
                 keep_shape = shaped or param.ndim == 0
@@ -306,7 +308,8 @@ class Bucket:
                         view=view,
                     )
                 )
-
+                form = view.size()
+            self.places.append(Place(names[position], param.size(), param.stride(), span, form))
         self._addresses = [param.data_ptr() for param in self.params]
 
     def _adopt(self, param: Tensor, offset: int) -> None:
@@ -331,18 +334,6 @@ class Bucket:
             f"{name} was moved or converted since ({self.dtype} on {self.device} then, "
             f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
             "and construct the optimizer then"
-        )
-
-    def place(self, position: int) -> Place:
-        """Which rank holds which elements of the state of one parameter."""
-        param = self.params[position]
-        shard = next((s for s in self.shards if s.index == self.indices[position]), None)
-        return Place(
-            name=self.names[position],
-            size=param.size(),
-            stride=param.stride(),
-            owned=self.plan.span(position, self.rank),
-            form=torch.Size([0]) if shard is None else shard.view.size(),
         )
 
     def describe(self, what: str) -> str:

@@ -33,7 +33,6 @@ from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import decode, encode
 from shard_optim.mesh import on_every_rank
 from shard_optim.stored_tensor import (
-    Contents,
     Part,
     StoredTensor,
     check_tensors,
@@ -48,8 +47,11 @@ METADATA = ".metadata"  # written last, and moved into place: its presence means
 CONTENTS = "contents.json"
 
 Plan = Mapping[str, Sequence[Any]]
-"""By key the dtype and shape of a tensor, the first element that a rank gives, their number, and in
-a folder the fields of its ``Part`` that say where they are."""
+"""By key the dtype and shape of a tensor, and the fields of the part that a rank gives: in memory
+the first two. Ranks exchange plans, so they hold no names of fields."""
+
+_PART = ("first", "count", "offset", "length", "crc32")
+_FILE = "__{}_0.distcp"
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -134,18 +136,16 @@ class _Checksummed:
 
 def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> Plan:
     """Writes one rank's file."""
-    name, plan = f"__{rank}_0.distcp", {}
-    with (folder / name).open("wb") as file:
+    plan: dict[str, list[Any]] = {}
+    with (folder / _FILE.format(rank)).open("wb") as file:
         for key, row in rows.items():
-            place = {}
+            plan[key] = [*row.described]
             if row.place.span[1]:
                 stream, offset = _Checksummed(file), file.tell()
                 # A copy, because torch.save would write everything that shares its memory.
                 copy = row.flat.to("cpu", copy=True).contiguous()
                 torch.save(copy, stream)  # type: ignore[arg-type]
-                length = file.tell() - offset
-                place = {"file": name, "offset": offset, "length": length, "crc32": stream.crc32}
-            plan[key] = (*row.described, place)
+                plan[key] += [offset, file.tell() - offset, stream.crc32]
         file.flush()
         os.fsync(file.fileno())
     return plan
@@ -153,12 +153,13 @@ def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> Plan:
 
 def _write_descriptions(folder: Path, plans: Sequence[Plan], values: Mapping[str, Any]) -> None:
     tensors: dict[str, Any] = {}
-    for plan in plans:
-        for key, (dtype, shape, first, count, place) in plan.items():
+    for rank, plan in enumerate(plans):
+        for key, (dtype, shape, *part) in plan.items():
             name = str(dtype).removeprefix("torch.")
             entry = tensors.setdefault(key, {"dtype": name, "shape": list(shape), "parts": []})
-            if count:
-                entry["parts"].append({"first": first, "count": count, **place})
+            if part[1]:
+                fields = dict(zip(_PART, part, strict=True))
+                entry["parts"].append(fields | {"file": _FILE.format(rank)})
                 entry["parts"].sort(key=lambda part: part["first"])
     metadata = _torch_metadata(tensors)
     content = {
@@ -207,8 +208,12 @@ def _torch_metadata(tensors: Mapping[str, Any]) -> bytes:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_description(folder: Path) -> Contents:
+def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
     """The description of a checkpoint.
+
+    Returns:
+        Tensors by key, small values by key, and an identity, the same for two ranks exactly if they
+        have read the same description.
 
     Raises:
         FileNotFoundError: if the folder holds no complete checkpoint.
@@ -220,27 +225,24 @@ def read_description(folder: Path) -> Contents:
             "earlier one"
         )
     if not os.path.lexists(folder / CONTENTS):
-        contents = read_dcp_description(folder)
+        tensors, values, data = read_dcp_description(folder)
     else:
         content, data = read_checksummed(folder / CONTENTS)
         metadata = read_small(folder / METADATA)
         try:
-            contents = Contents(
-                tensors={
-                    key: StoredTensor(
-                        dtype=dtype_named(entry["dtype"]),
-                        shape=tuple(entry["shape"]),
-                        parts=tuple(Part(**part) for part in entry["parts"]),
-                    )
-                    for key, entry in content["tensors"].items()
-                },
-                values={key: decode(value) for key, value in content["values"].items()},
-                identity=hashlib.sha256(data).hexdigest(),
-            )
+            tensors = {
+                key: StoredTensor(
+                    dtype=dtype_named(entry["dtype"]),
+                    shape=tuple(entry["shape"]),
+                    parts=tuple(Part(**part) for part in entry["parts"]),
+                )
+                for key, entry in content["tensors"].items()
+            }
+            values = {key: decode(value) for key, value in content["values"].items()}
             expected = content["metadata_crc32"]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise damaged(folder / CONTENTS, error) from error
         if expected != zlib.crc32(metadata):
             raise damaged(folder / METADATA, "its checksum differs")
-    check_tensors(folder, contents.tensors)
-    return contents
+    check_tensors(folder, tensors)
+    return tensors, values, hashlib.sha256(data).hexdigest()

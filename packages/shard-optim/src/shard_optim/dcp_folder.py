@@ -8,7 +8,6 @@ makes numbers, strings, containers and tensors only.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 import pickle
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 
 from shard_optim.stored_tensor import (
-    Contents,
     Part,
     StoredTensor,
     damaged,
@@ -62,8 +60,10 @@ class _PlainUnpickler(pickle.Unpickler):
         return type("_Made", (_Made,), {"name": f"{module}.{name}"})
 
 
-def read_dcp_description(folder: Path) -> Contents:
-    """The description of such a folder.
+def read_dcp_description(
+    folder: Path,
+) -> tuple[dict[str, StoredTensor], dict[str, Any], bytes]:
+    """The tensors and small values of such a folder by key, and the bytes that tell of them.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -77,8 +77,7 @@ def read_dcp_description(folder: Path) -> Contents:
     except Exception as error:  # damaged instructions can make anything of the stack
         raise damaged(folder / ".metadata", error) from error
     values = {key: _saved_value(folder, key, part) for key, part in places.items()}
-    identity = hashlib.sha256(data + lines).hexdigest()
-    return Contents(tensors=tensors, values=values, identity=identity)
+    return tensors, values, data + lines
 
 
 def _described(

@@ -45,7 +45,6 @@ from shard_optim.optimizer_class import (
     default_settings,
     describe_groups,
     name_of,
-    pack_groups,
     settings_of,
 )
 from shard_optim.optimizer_state import check_state_dict
@@ -220,6 +219,7 @@ class ShardedOptimizer(Optimizer):
             self._agree(self.param_groups)
             self._place(range(len(self.all_params())))
         self._constructed = True
+        self.register_state_dict_post_hook(ShardedOptimizer._tell_part)  # type: ignore[arg-type]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -506,19 +506,14 @@ class ShardedOptimizer(Optimizer):
             which says whose part it is (``origin.py``).
         """
         self.wait()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        if states := self.local.states():  # trainers ask before the first step too
+        return super().state_dict()
+
+    def _tell_part(self, state_dict: dict[str, Any]) -> None:
+        """The first hook on ``state_dict()``: adds master copies and whose part it is."""
+        state_dict["state"] = self.local.states()
+        state_dict[ORIGIN] = self._origin()
+        if state_dict["state"]:  # trainers ask before the first step too
             say_once(self, "optimizer", self.mesh)
-        result: dict[str, Any] = {
-            "state": states,
-            "param_groups": pack_groups(self.param_groups),
-            ORIGIN: self._origin(),
-        }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, result)
-            result = result if replaced is None else replaced
-        return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads what ``state_dict`` returned on this rank of a group of the same size.

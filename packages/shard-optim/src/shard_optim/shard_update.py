@@ -355,18 +355,17 @@ class LocalOptimizer:
 
     def _all_fused(self) -> Iterator[FusedShard]:
         for step_group in self.step_groups:
-            for several in step_group.fused.values():
-                yield from several
+            yield from step_group.all_fused()
 
     # --- state -------------------------------------------------------------------------------
 
     def places(self) -> dict[int, Place]:
         """Where the state of each parameter that has a bucket lies, by its number."""
         return {
-            index: bucket.place(position)
+            index: place
             for step_group in self.step_groups
             for bucket in step_group.fused
-            for position, index in enumerate(bucket.indices)
+            for index, place in zip(bucket.indices, bucket.places, strict=True)
         }
 
     def states(self) -> dict[int, dict[str, Any]]:

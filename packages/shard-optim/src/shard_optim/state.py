@@ -51,7 +51,7 @@ from shard_optim.mesh import Mesh, on_every_rank
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import Contents, StoredTensor, read_elements
+from shard_optim.stored_tensor import StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
@@ -150,14 +150,13 @@ def load(
     values: dict[str, Any] = {}
 
     def read() -> str:
-        contents = read_description(Path(folder))
-        values.update(contents.values)
-        wanted.update(table.places_in(contents, "a checkpoint"))
+        tensors, small, identity = read_description(Path(folder))
+        values.update(small)
+        wanted.update(table.places_in(tensors, values, "a checkpoint"))
         for key, place in wanted.items():
             if place.held:
-                stored = contents.tensors[key]
-                vectors[key] = read_elements(Path(folder), key, stored, *place.span)
-        return contents.identity
+                vectors[key] = read_elements(Path(folder), key, tensors[key], *place.span)
+        return identity
 
     identities = on_every_rank("loading a checkpoint", read, table.ranks.gather)
     others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
@@ -253,8 +252,7 @@ def load_full_state(
     wanted: dict[str, Place] = {}
 
     def compare() -> None:
-        contents = Contents(tensors=tensors, values=values)
-        wanted.update(table.places_in(contents, "a full state dict"))
+        wanted.update(table.places_in(tensors, values, "a full state dict"))
 
     on_every_rank(words, compare, ranks.gather)
 
@@ -416,17 +414,19 @@ class _Table:
         }
         return (kinds, values), tensors
 
-    def places_in(self, contents: Contents, what: str) -> dict[str, Place]:
+    def places_in(
+        self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any], what: str
+    ) -> dict[str, Place]:
         """Where each tensor of a description lies here, which must be of this model and optimizer.
 
         Args:
-            contents: the description.
+            tensors: by key.
+            values: the small values, by key.
             what: the thing described, for errors.
 
         Raises:
             ValueError: if it is of others.
         """
-        tensors, values = contents.tensors, contents.values
         sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
         if self._module is not None and "header" in values and len(sizes) == len(tensors):
             raise ValueError(
@@ -519,11 +519,9 @@ def _ranks_of(model: Any, optimizer: Any) -> Mesh:
     shards = model is not None and any(map(sharded_of, model.parameters()))
     if not shards and isinstance(optimizer, ShardedOptimizer):
         return optimizer.mesh
-    if not shards and model is None and optimizer is not None:
-        found = sharded_in(optimizer.param_groups)
-        if found is not None:
-            return found.ranks
     if model is None and optimizer is not None:
+        if (found := sharded_in(optimizer.param_groups)) is not None:
+            return found.ranks
         raise TypeError(
             "optimizer must be a ShardedOptimizer, or one of the parameters of a "
             f"FullyShardedDataParallel, but got {type(optimizer).__name__}. Save others by "

@@ -33,7 +33,7 @@ _MOST_OVERHEAD = 64 * 1024
 # compressed", 16 bytes, the lengths of the name and of what follows it, and both.
 _ELEMENTS = re.compile(rb"PK\x03\x04.{4}\0\0.{16}(....)[^/]{1,99}/data/0", re.DOTALL)
 _HEADER_BYTES = 30
-_BYTE_ORDER = re.compile(rb"/byteorder.{,99}?(little|big)", re.DOTALL)
+_BYTE_ORDER = re.compile(rb"/byteorder(?:FB..Z*)?(little|big)", re.DOTALL)  # "FB": padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +64,6 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contents:
-    """The description of a checkpoint.
-
-    Attributes:
-        tensors: by key.
-        values: everything small, by key.
-        identity: the same for two ranks exactly if they have read the same description.
-    """
-
-    tensors: Mapping[str, StoredTensor]
-    values: Mapping[str, Any]
-    identity: str = ""
 
 
 def damaged(path: Path, reason: object) -> ValueError:
@@ -130,8 +115,9 @@ def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
             raise damaged(folder, f"{key} is not stored exactly once, because {problem}")
         for part in tensor.parts:
             if part.file not in sizes:
-                if not isinstance(part.file, str) or re.fullmatch(r"\.{,2}|.*/.*", part.file):
-                    raise damaged(folder, f"it names {part.file!r}, not inside the folder")
+                name = part.file
+                if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                    raise damaged(folder, f"it names {name!r}, not inside the folder")
                 with open_regular(folder / part.file) as file:
                     sizes[part.file] = os.fstat(file.fileno()).st_size
             if part.offset + part.length > sizes[part.file]:

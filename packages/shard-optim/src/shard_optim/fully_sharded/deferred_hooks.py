@@ -14,39 +14,41 @@ from typing import Any
 from torch import Tensor
 
 
-class DeferredHooks:
-    """Takes the place of users' hooks in backward, and runs them after it."""
+def register_own(param: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Registers a hook that autograd calls at once."""
+    hook.runs_in_backward = True  # type: ignore[attr-defined]
+    param.register_post_accumulate_grad_hook(hook)
 
-    def __init__(self) -> None:
-        self._own: set[int] = set()
 
-    def register_own(self, param: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Registers a hook that autograd calls at once."""
-        self._own.add(param.register_post_accumulate_grad_hook(hook).id)
+def defer(params: Iterable[Tensor], model: object) -> None:
+    """Before the first gradient of a backward: from here on their other hooks wait.
 
-    def defer(self, params: Iterable[Tensor]) -> None:
-        """Before the first gradient of a backward: from here on their other hooks wait."""
-        for param in params:
-            table: dict[int, Any] | None = param._post_accumulate_grad_hooks
-            for key in table or ():
-                if key not in self._own and type(table[key]) is not _Deferred:  # type: ignore[index]
-                    table[key] = _Deferred(table[key], weakref.ref(self))  # type: ignore[index]
+    Args:
+        params: of the model.
+        model: something that lives as long as it: hooks that outlive it do not wait.
+    """
+    for param in params:
+        table: dict[int, Any] | None = param._post_accumulate_grad_hooks
+        for key, hook in (table or {}).items():
+            if type(hook) is not _Deferred and not hasattr(hook, "runs_in_backward"):
+                table[key] = _Deferred(hook, weakref.ref(model))  # type: ignore[index]
 
-    def run(self, params: Iterable[Tensor]) -> None:
-        """After gradients have been averaged: calls the hooks of parameters that have one."""
-        for param in params:
-            table: dict[int, Any] | None = param._post_accumulate_grad_hooks
-            for hook in list(table.values()) if table else ():
-                if type(hook) is _Deferred and param.grad is not None:
-                    hook.hook(param)
+
+def run_deferred(params: Iterable[Tensor]) -> None:
+    """After gradients have been averaged: calls the hooks of parameters that have one."""
+    for param in params:
+        table: dict[int, Any] | None = param._post_accumulate_grad_hooks
+        for hook in list(table.values()) if table else ():
+            if type(hook) is _Deferred and param.grad is not None:
+                hook.hook(param)
 
 
 class _Deferred:
     """A hook that waits, unless its model is gone."""
 
-    def __init__(self, hook: Callable[[Tensor], None], owner: weakref.ref[DeferredHooks]) -> None:
-        self.hook, self._owner = hook, owner
+    def __init__(self, hook: Callable[[Tensor], None], model: weakref.ref[object]) -> None:
+        self.hook, self._model = hook, model
 
     def __call__(self, param: Tensor) -> None:
-        if self._owner() is None:
+        if self._model() is None:
             self.hook(param)

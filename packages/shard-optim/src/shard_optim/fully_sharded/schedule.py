@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded.deferred_hooks import DeferredHooks
+from shard_optim.fully_sharded.deferred_hooks import defer, register_own, run_deferred
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
@@ -111,7 +111,6 @@ class Schedule:
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self.history = History()
-        self._hooks = DeferredHooks()
         self._in_forward = False
         self._expect_order(units)
         self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
@@ -254,7 +253,7 @@ class Schedule:
                     if len(unit.arrived) == unit.expected:
                         schedule._launch_complete(unit)
 
-            self._hooks.register_own(param, on_gradient)
+            register_own(param, on_gradient)
 
     def _before_backward(self, call: UnitCall) -> Callable[[Tensor], None]:
         def on_output_gradient(_grad: Tensor) -> None:
@@ -290,7 +289,7 @@ class Schedule:
             return
         self._agree_on_trainable()
         self._backward = self.history.in_backward = True
-        self._hooks.defer(self._params)
+        defer(self._params, self)
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
         self._queue = [unit for unit in self._reduction_order() if unit.trainable]
@@ -372,7 +371,7 @@ class Schedule:
             self._reduce_the_rest(trainable)
         self._end(trainable)
         if not self.paused:
-            self._hooks.run(self._params)
+            run_deferred(self._params)
 
     def _reduce_the_rest(self, trainable: Sequence[Unit]) -> None:
         late = self._queue[: self._next]  # gradients that came after their unit's reduction

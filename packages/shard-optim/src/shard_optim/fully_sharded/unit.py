@@ -34,13 +34,6 @@ from shard_optim.mesh import Mesh
 ALIGNMENT = 128
 
 
-def parameter_locations(units: Sequence[Unit]) -> dict[int, tuple[Unit, int]]:
-    """Where each sharded parameter lies, by its identity: its unit and its position there."""
-    return {
-        id(param): (unit, position) for unit in units for position, param in enumerate(unit.params)
-    }
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """How one parameter is divided over the ranks.
@@ -244,6 +237,7 @@ class Unit:
 
     Attributes:
         shard: this rank's ranges of all parameters, flat.
+        places: where each parameter lies.
         shard_views: the part of ``shard`` that belongs to each parameter: its ``param.data`` at
             rest, one-dimensional.
         uses: calls under way that read the parameters.
@@ -270,22 +264,25 @@ class Unit:
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
+        self._casts = self.gather_dtype != self.dtype  # the shards, before they are gathered
         self._reduce_dtype = reduce_dtype
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(
             self.cuts[-1].chunk * world_size, ALIGNMENT
         )
         self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk, ALIGNMENT)
-        self.layouts = [(param.size(), param.stride()) for param in self.params]
+        self.places = []
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
         self.shard_views = []
         self._plain: list[bool] = []  # whether a contiguous gradient is reduced as it is
-        for param, cut in zip(self.params, self.cuts, strict=True):
+        for name, param, cut in zip(self.names, self.params, self.cuts, strict=True):
             self._plain.append(param.is_contiguous() and cut.chunk * world_size == cut.numel)
             first, count = cut.owned(rank)
             view = self.shard[cut.shard_offset : cut.shard_offset + count]
             view.copy_(in_memory_order(param.detach(), param)[first : first + count])
             self.shard_views.append(view)
+            size, stride = param.size(), param.stride()
+            self.places.append(Place(name, size, stride, (first, count), view.size()))
             param.data = view
         self.gradients = GradientStore(self.params, sharded=True)
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
@@ -299,23 +296,12 @@ class Unit:
         self.hooked: set[int] = set()
         self.reduce_plan = plan_reduction([], self.cuts, rank)
 
-    def place(self, position: int) -> Place:
-        """Which rank holds which elements of one parameter."""
-        size, stride = self.layouts[position]
-        return Place(
-            name=self.names[position],
-            size=size,
-            stride=stride,
-            owned=self.cuts[position].owned(self.ranks.rank),
-            form=self.shard_views[position].size(),
-        )
-
     # --- gather ------------------------------------------------------------------------------
 
     def whole_parameter(self, position: int) -> Tensor:
         """One parameter, whole, in new memory; every rank of the group calls this."""
         cut = self.cuts[position]
-        size, stride = self.layouts[position]
+        place = self.places[position]
         own = self.shard[cut.shard_offset : cut.shard_offset + cut.chunk]
         flat = own.new_empty(cut.chunk * self.ranks.size)
         words = f"the all-gather of {self.names[position]}"
@@ -324,12 +310,7 @@ class Unit:
             all_gather(as_sent(flat), as_sent(own), self.ranks.communicator).wait()
 
         self.ranks.together(words, gather)
-        return flat.as_strided(size, stride)
-
-    @property
-    def casts(self) -> bool:
-        """Whether shards are cast before they are gathered."""
-        return self.gather_dtype != self.dtype
+        return flat.as_strided(place.size, place.stride)
 
     def use(self, slot: Slot) -> None:
         """Fixes where this unit is gathered, and makes the views that ``param.data`` will be."""
@@ -341,11 +322,11 @@ class Unit:
         ]
         # Shards that are cast become this rank's part of the result, which is gathered in place.
         self._sources = self._ranges
-        if self.casts:
+        if self._casts:
             self._sources = [target.chunk(world_size)[rank] for target in self._targets]
         self.whole_views = [
-            slot.whole.as_strided(size, stride, cut.whole_offset)
-            for (size, stride), cut in zip(self.layouts, self.cuts, strict=True)
+            slot.whole.as_strided(place.size, place.stride, cut.whole_offset)
+            for place, cut in zip(self.places, self.cuts, strict=True)
         ]
         self._targets = [as_sent(target) for target in self._targets]
         self._sources = [as_sent(source) for source in self._sources]
@@ -367,7 +348,7 @@ class Unit:
         slot = self.slot
         slot.take(self, generation)
         with traced("all_gather", self.name):
-            if self.casts:
+            if self._casts:
                 torch._foreach_copy_(self._sources, self._ranges)
             slot.work = self.ranks.together(
                 f"{self.gather_words} {phase}",

@@ -26,7 +26,7 @@ from shard_optim.fully_sharded.own_state import hook_state_dicts
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.structure import StructureWatch
-from shard_optim.fully_sharded.unit import Slot, Unit, parameter_locations
+from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
@@ -307,7 +307,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         Raises:
             CollectiveError: if a peer died or timed out.
         """
-        location_of = parameter_locations(self.units)
+        location_of = {id(p): (u, at) for u in self.units for at, p in enumerate(u.params)}
         found = {}
         for name, param in self.module.named_parameters():
             unit, position = location_of.get(id(param), (None, 0))
@@ -376,7 +376,9 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
+        places = [
+            pair for unit in self.units for pair in zip(unit.params, unit.places, strict=True)
+        ]
         places += [(param, replicated_place(name, param)) for name, param in small.items()]
         for param, place in places:
             setattr(
