@@ -288,7 +288,7 @@ def test_accumulated_roundings() -> None:
 
 def test_calculated_rows_are_those_of_the_command() -> None:
     """Published calculations equal the calculator's of today."""
-    from bench_harness.experiments.accounting import mesh_rows
+    from bench_harness.mesh_accounting import mesh_rows
 
     for name in ("accounting", "accounting-rings"):
         case = json.loads((RESULTS / f"{name}.jsonl").read_text(encoding="utf-8"))

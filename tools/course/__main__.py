@@ -9,7 +9,9 @@ from pathlib import Path
 
 from tools.course import deliverables
 from tools.course.document import write
+from tools.course.precision import Precision
 from tools.course.students import check
+from tools.pages.rows import measure
 
 from bench_harness.store import replace_file
 
@@ -26,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checked = commands.add_parser("check", help="check somebody's adapters, in sentences")
     checked.add_argument("adapters", type=Path, help="a tests/adapters.py")
     checked.add_argument("--only", default="", help="parts of names of checks, with commas")
+    rounded = commands.add_parser("precision", help="sums and dtypes of mixed precision, as rows")
+    rounded.add_argument("target", type=Path, help="a file NAME.jsonl")
+    rounded.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args(arguments)
+    if given.command == "precision":
+        measure(Precision(), {"device": given.device}, given.target)
+        return 0
     if given.command == "table":
         replace_file(deliverables.PAGE, deliverables.table().encode())
         return 0

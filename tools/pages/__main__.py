@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tools.pages import draw, versions
 from tools.pages.fill import render
-from tools.pages.loss_curves import measure
-from tools.pages.rows import publish
+from tools.pages.loss_curves import PUBLISHED, LossCurves
+from tools.pages.rows import measure, publish
 
 from bench_harness.core import plural
 from bench_harness.store import Store, StoreError, replace_file
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw.main()
         return 0
     if given.command == "curves":
-        measure(given.target)
+        measure(LossCurves(), PUBLISHED, given.target)
         return 0
     if given.command == "fill":
         return max(_fill(file, check=given.check) for file in given.files)

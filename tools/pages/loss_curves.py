@@ -8,16 +8,10 @@ weights. ``python -m tools.pages curves TARGET.jsonl`` measures the rows of the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tools.pages.rows import case_line
-
-from bench_harness import environment
 from bench_harness.core import Case, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.distributed import default_world_size, run_on_ranks
@@ -328,28 +322,3 @@ def _curves(cell: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
         str(name): np.array([_windows(losses) for losses in own["losses"]])
         for name, own in cell.groupby("way", sort=False)
     }
-
-
-def measure(target: Path) -> None:
-    """Trains the variants of the page in this process's ranks, and writes their rows.
-
-    Raises:
-        CaseSkipped: this machine has too few GPUs.
-    """
-    experiment, started = LossCurves(), datetime.now(UTC)
-    (case,) = experiment.cases(**PUBLISHED)
-    rows = experiment.run(case, print)
-    described = environment.describe() | {"torch": environment.describe_torch()}
-    git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
-    about: Row = {
-        "experiment": case.experiment,
-        "case_key": case.key,
-        "label": case.label,
-        "environment": environment.fingerprint(described),
-        "commit": git["commit"] + "-dirty" * git["dirty"],
-        "started": started.isoformat(),
-        "seconds": round((datetime.now(UTC) - started).total_seconds(), 3),
-        "config": dict(case.config),
-    }
-    line = case_line([{**about, **row} for row in rows], {about["environment"]: described})
-    target.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -12,13 +12,16 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tools.pages import timelines
 
+from bench_harness import environment
 from bench_harness.core import Row
 from bench_harness.environment import measured_on
+from bench_harness.experiments import Experiment
 from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
@@ -155,3 +158,28 @@ def circumstances(rows: Iterable[Row]) -> list[str]:
         ", ".join([machine, *(f"commit {commit}" for commit in marks)])
         for machine, marks in commits.items()
     ]
+
+
+def measure(experiment: Experiment, options: Mapping[str, Any], target: Path) -> None:
+    """Runs the one case of an experiment of the repository's own, and writes its rows.
+
+    Raises:
+        CaseSkipped: this machine lacks something that it needs.
+    """
+    started = datetime.now(UTC)
+    (case,) = experiment.cases(**options)
+    rows = experiment.run(case, print)
+    described = environment.describe() | {"torch": environment.describe_torch()}
+    git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
+    about: Row = {
+        "experiment": case.experiment,
+        "case_key": case.key,
+        "label": case.label,
+        "environment": environment.fingerprint(described),
+        "commit": git["commit"] + "-dirty" * git["dirty"],
+        "started": started.isoformat(),
+        "seconds": round((datetime.now(UTC) - started).total_seconds(), 3),
+        "config": dict(case.config),
+    }
+    line = case_line([{**about, **row} for row in rows], {about["environment"]: described})
+    target.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from tools.pages import out_of_memory
 from torch import Tensor
 
 from bench_harness import attentions, experiments
@@ -343,8 +344,7 @@ def test_the_smallest_cell_without_memory_is_explained() -> None:
         **{**QUICK, "sequences": (8192, 16384), "batch": 8, "variants": ("naive",)}
     )
     rows = [stored(case, [{"ended": {"status": "oom", "error": "why"}}])[0] for case in cases]
-    tables = {table.title: table for table in experiment.tables(to_frame(reversed(rows)))}
-    found = tables["Memory of the smallest cell that ran out"]
+    found = out_of_memory.table(to_frame(reversed(rows)))
     assert "sequence 8192" in found.note
     sizes = found.frame.set_index("tensor")["size (MiB)"]
     assert sizes["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
@@ -421,10 +421,11 @@ def test_what_features_cost_is_measured_beside_plain_attention() -> None:
         for feature, status in zip(frame["feature"], frame["status"], strict=True)
     ]
     lines = tables_of(quiet)["Attention features"].set_index(["attention", "feature"])
+    lines = lines.sort_index()
     assert (lines.loc[("naive", "bias"), [f"{each} (ratio)" for each in passes]] == 1.5).all()
     assert (lines.loc[("naive", "alibi"), [f"{each} (ratio)" for each in passes]] == 1.0).all()
     assert lines.loc[("naive", "bias"), "forward (ms)"] == 3.0
-    ratios = tables_of(quiet)["Attention grid"].set_index(["attention", "feature"])
+    ratios = tables_of(quiet)["Attention grid"].set_index(["attention", "feature"]).sort_index()
     assert (ratios.loc[("naive", "bias"), "speedup over the first (ratio)"] == 1.0).all()
 
 

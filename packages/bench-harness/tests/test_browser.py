@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tools import browser
+from tools import browser, screenshots
 
 from bench_harness import report
 from bench_harness.store import Store
@@ -303,6 +303,22 @@ def test_a_comparison_fits_its_window(
     assert_fits(found, width)
     assert found["to"] == "9000"
     assert found["many"] - found["few"] == 2 * 2 * (22 + 18 + 18), "all three ranks of both runs"
+
+
+@pytest.mark.nightly  # measures twice
+@pytest.mark.timeout(600)
+def test_one_command_takes_pictures_of_a_report_a_comparison_and_a_timeline(
+    bench: Bench, tmp_path: Path
+) -> None:
+    screenshots.main([str(tmp_path), *screenshots.OWN])
+    for name in screenshots.OWN:
+        for width in (1280, 390):
+            papers = []
+            for scheme in ("light", "dark"):
+                with Image.open(tmp_path / f"{name}-{width}-{scheme}.png") as shown:
+                    assert shown.width == width
+                    papers.append(shown.convert("RGB").getpixel((3, 3)))
+            assert papers == [(255, 255, 255), (21, 24, 27)]
 
 
 @pytest.mark.nightly

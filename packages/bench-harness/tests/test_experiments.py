@@ -10,6 +10,8 @@ import pandas as pd
 import psutil
 import pytest
 import torch
+from tools.course.precision import Precision
+from tools.pages.rows import measure, read
 
 from bench_harness import experiments, runner, timing
 from bench_harness.activations import saved_for_backward
@@ -188,8 +190,10 @@ def test_model_and_input_go_together():
         experiments.get("model").cases(model="a:b")
 
 
-def test_precision(run):
-    _, tables, figures = run("precision")
+def test_precision_of_the_course(tmp_path):
+    (case,) = Precision().cases(device="cpu")
+    rows = measured(case, Precision().run(case, print))
+    tables = {table.title: table for table in Precision().tables(to_frame(rows))}
     sums = tables["Accumulating 0.01"].frame.set_index("accumulator += term")["sum (1)"]
     assert sums["fp32 += fp32"] == pytest.approx(10.00013, abs=1e-4)
     assert sums["fp16 += fp16"] == 9.953125
@@ -198,7 +202,8 @@ def test_precision(run):
     assert dtypes.loc["model parameters", "bf16"] == "float32"
     assert dtypes.loc["output of fc1", "fp16"] == "float16"
     assert dtypes.loc["gradients", "fp16"] == "float32"
-    assert figures == []
+    measure(Precision(), {"device": "cpu"}, tmp_path / "rows.jsonl")
+    assert len(read(tmp_path / "rows.jsonl")) == len(rows)
 
 
 def test_accounting():

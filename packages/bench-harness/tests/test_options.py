@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_harness import cli, experiments, options, presets
+from bench_harness import cli, environment, experiments, options, presets
 from bench_harness.experiments import Experiment
 
 
@@ -90,11 +90,6 @@ def test_texts_become_values(toy: Experiment, name: str, text: str, value: objec
     assert options.build(toy, {name: text}, written=True)[name] == value
 
 
-def test_a_choice_is_completed_after_the_last_comma(toy: Experiment) -> None:
-    (kinds, *_) = options.declared(toy)
-    assert options._completion(kinds)("ok,han") == ["ok,hangs"]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -126,6 +121,14 @@ def test_quick_runs_every_experiment() -> None:
     assert (
         list(dict.fromkeys(name for name, _ in presets.load("quick").runs)) == experiments.names()
     )
+
+
+def test_quick_on_a_gpu_is_what_a_gpu_is_the_limit_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
+    runs = dict(presets.load("quick").runs)
+    assert presets.load("quick").name == "quick-gpu"
+    assert list(runs["attention"]["sequences"]) == [4096]
+    assert list(runs["train-step"]["sizes"]) == list(runs["model"]["sizes"]) == ["small"]
 
 
 @pytest.mark.parametrize(

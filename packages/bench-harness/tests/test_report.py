@@ -331,8 +331,8 @@ def test_a_variant_that_was_not_measured_is_named_with_its_case(
     with store.open_for_writing() as writer:
         writer.append([measured, without])
     built = report.build(store)
-    (line,) = [each for each in built.sections[0].cases if each.label == "toy ok"]
-    assert (line.status, line.error) == (case, f"lost {ended}: lost must be installed")
+    (line,) = [each for each in built.sections[0].cases if each["label"] == "toy ok"]
+    assert (line["status"], line["error"]) == (case, f"lost {ended}: lost must be installed")
     file = io.StringIO()
     terminal.summary(built, Path("report.html"), Console(file=file, width=200))
     assert f"toy ok: lost {ended}: lost must be installed" in file.getvalue()

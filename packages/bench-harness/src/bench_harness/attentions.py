@@ -23,10 +23,11 @@ An implementation whose signature has no such keyword, whose package is missing,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, Row, registered
@@ -71,34 +72,40 @@ def forward_only(name: str) -> bool:
 
 
 def ran(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    **settings: Any,
+    name: str, tensors: Sequence[Tensor], problem: Any, settings: Mapping[str, Any]
 ) -> str | None:
-    """The kernel of PyTorch's attention that runs on this problem; None for other implementations.
+    """PyTorch's kernel or flashattn-triton's tier that runs; None for other implementations.
 
     ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
+
+    Args:
+        tensors: query, key and value.
+        problem: as flashattn-triton describes it.
+        settings: of the call.
     """
-    if not name.startswith("sdpa"):
-        return None
+    query, key, value = tensors
+    if name.startswith("flashattn-triton"):
+        from flashattn_triton import choose
+        from flashattn_triton.mask_and_bias import NAMES
+
+        named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
+        asked: Any = named.get(name.rpartition("-")[2], "auto")
+        given = tuple(each for each in NAMES if each in settings)
+        return choose(query, key, value, problem, implementation=asked, tensors=given).tier
     if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
-        return name.removeprefix("sdpa-")
+        return name.removeprefix("sdpa-") if name.startswith("sdpa-") else None
     import torch
     from torch.nn.attention import SDPBackend
 
-    grouped = query.shape[1] != key.shape[1]
-    number = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=grouped)
+    how = {"is_causal": settings["causal"], "enable_gqa": query.shape[1] != key.shape[1]}
+    number = int(torch._fused_sdp_choice(query, key, value, **how))
     kernels = {
         SDPBackend.MATH: "math",
         SDPBackend.FLASH_ATTENTION: "flash",
         SDPBackend.EFFICIENT_ATTENTION: "efficient",
         SDPBackend.CUDNN_ATTENTION: "cudnn",
     }
-    return {int(backend.value): text for backend, text in kernels.items()}.get(int(number))
+    return {int(backend.value): text for backend, text in kernels.items()}.get(number)
 
 
 def ran_in_model(
@@ -115,19 +122,16 @@ def ran_in_model(
     """
     import torch
 
+    from flashattn_triton.problem import new_problem
+
     if name not in ("sdpa", "flash"):
         return name if name == "naive" else None
     heads = shape["num_heads"]
     size = (1, heads, sequence, shape["d_model"] // heads)
-    query, key, value = (
-        torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
-    )
-    if name == "sdpa":
-        return ran(name, query, key, value, causal=True)
-    from flashattn_triton import choose
-    from flashattn_triton.problem import new_problem
-
-    return choose(query, key, value, new_problem(head_dim=size[-1], causal=True)).tier
+    tensors = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    implementation = "flashattn-triton" if name == "flash" else name
+    problem = new_problem(head_dim=size[-1], causal=True)
+    return ran(implementation, tensors, problem, {"causal": True})
 
 
 def find(name: str) -> Attend:
@@ -230,11 +234,8 @@ def _flashattn_triton(implementation: str) -> Attend:
         max_seqlen: int = 0,
         **settings: Any,
     ) -> Tensor:
-        if implementation in ("triton", "hopper") and query.device.type != "cuda":
-            raise CaseSkipped(
-                "the Triton tiers must get CUDA tensors, but got others. Use "
-                "flashattn-triton-tiled."
-            )
+        if implementation in ("triton", "hopper"):
+            _refuse_cpu(query, "the Triton tiers")
         settings["implementation"] = implementation
         if cu_seqlens is None:
             return dense(query, key, value, layout="bhsd", **settings)
@@ -253,10 +254,7 @@ def _flashattn_triton_compiled() -> Attend:
     apply: Callable[..., Tensor] = torch.compile(FlashAttention2Triton.apply)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-        if query.device.type != "cuda":
-            raise CaseSkipped(
-                "FlashAttention2Triton must get CUDA tensors, but got others. Use flashattn-triton."
-            )
+        _refuse_cpu(query, "FlashAttention2Triton")
         if query.shape[1] != key.shape[1]:
             raise CaseSkipped(
                 "FlashAttention2Triton.apply must get as many key heads as query heads, but got "
@@ -268,8 +266,10 @@ def _flashattn_triton_compiled() -> Attend:
     return attend
 
 
-def _sdpa(backend: str) -> Attend:
-    """PyTorch's attention, by one of its kernels; ALiBi and a bias are its ``attn_mask``.
+def _sdpa(backend: str | None) -> Attend:
+    """PyTorch's attention; ALiBi and a bias are its ``attn_mask``.
+
+    By one of its kernels, or for None by the kernel that it chooses itself.
 
     PyTorch takes no ``is_causal`` beside an ``attn_mask``, so the causal mask is written into it:
     once for ALiBi, which is constant, and in every call for a bias, which is learned.
@@ -277,7 +277,7 @@ def _sdpa(backend: str) -> Attend:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = getattr(SDPBackend, backend)
+    chosen = None if backend is None else getattr(SDPBackend, backend)
     constants: dict[int, Tensor] = {}
 
     def attend(
@@ -301,7 +301,7 @@ def _sdpa(backend: str) -> Attend:
         elif bias is not None and causal:
             mask = bias.masked_fill(_later(length, query.device), float("-inf"))
         try:
-            with sdpa_kernel(chosen):
+            with contextlib.nullcontext() if chosen is None else sdpa_kernel(chosen):
                 return F.scaled_dot_product_attention(
                     query,
                     key,
@@ -320,14 +320,6 @@ def _sdpa(backend: str) -> Attend:
             ) from error
 
     return attend
-
-
-def _sdpa_default(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
-    """PyTorch's attention, by the kernel that it chooses itself."""
-    import torch.nn.functional as F
-
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
 
 def _flex() -> Attend:
@@ -368,7 +360,7 @@ def _flex() -> Attend:
 
 def _refuse_cpu(query: Tensor, name: str) -> None:
     if query.device.type != "cuda":
-        raise CaseSkipped(f"{name} must get CUDA tensors, but got others. Use naive-compiled.")
+        raise CaseSkipped(f"{name} must get CUDA tensors, but got others. Use flashattn-triton.")
 
 
 #: Longest sequence whose block mask is made without compiling: its pairs take 64 MiB.
@@ -509,7 +501,7 @@ BUILT_IN: dict[str, Callable[[], Attend]] = {
     "flashattn-triton-compiled": _flashattn_triton_compiled,
     "naive": lambda: naive,
     "naive-compiled": _naive_compiled,
-    "sdpa": lambda: _sdpa_default,
+    "sdpa": functools.partial(_sdpa, None),
     "sdpa-flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
     "sdpa-cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
     "sdpa-efficient": functools.partial(_sdpa, "EFFICIENT_ATTENTION"),

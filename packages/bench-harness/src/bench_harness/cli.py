@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from bench_harness import compare, experiments, options, presets, user_code, verdict
 from bench_harness.core import Case
@@ -40,6 +40,7 @@ _REMOVED = {
         "It is a tool of the repository: python -m tools.pages fill, or publish.",
     ),
     "--picture": "Use trace --page FILE.html, which draws every kernel, to search and to zoom.",
+    "precision": "It is a tool of the repository: python -m tools.course precision FILE.jsonl.",
     "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
     "are measured by python -m tools.pages curves.",
     **dict.fromkeys(
@@ -49,13 +50,10 @@ _REMOVED = {
     ),
 }
 
-_EXPERIMENTS, _RUNS, _ANY = "Experiments", "Runs and reports", "Options of every run"
-
 AsJson: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--json",
-        rich_help_panel=_ANY,
         help="Print the results as JSON, and nothing else, to stdout.",
     ),
 ]
@@ -64,7 +62,6 @@ PresetOrFile: TypeAlias = Annotated[
     typer.Argument(
         help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
         show_default=False,
-        autocompletion=lambda incomplete: _shipped(incomplete),
     ),
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
@@ -76,25 +73,8 @@ PageFile: TypeAlias = Annotated[
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
 
-class _Command(TyperCommand):
-    """Its help lists options in groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        records = [(getattr(p, "rich_help_panel", None), p.get_help_record(ctx))
-                   for p in self.get_params(ctx)]  # fmt: skip
-        _write_groups(records, "Options", formatter)
-
-
 class _Commands(TyperGroup):
-    """Its help lists commands in groups; an unknown command is answered by the valid names."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        records = []
-        for name in self.list_commands(ctx):
-            command: Any = self.get_command(ctx, name)
-            text = command.get_short_help_str(limit=formatter.width)
-            records.append((command.rich_help_panel, (name, text)))
-        _write_groups(records, "Commands", formatter)
+    """An unknown command is answered by the valid names."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
@@ -103,17 +83,6 @@ class _Commands(TyperGroup):
             valid = ", ".join(self.list_commands(ctx))
             raise ValueError(f"command must be one of {valid}, but got {args[0]!r}")
         return super().resolve_command(ctx, args)
-
-
-def _write_groups(
-    records: Sequence[tuple[str | None, tuple[str, str] | None]], rest: str, formatter: Any
-) -> None:
-    """Writes names with their help, group by group; those without a group under ``rest``."""
-    for group in dict.fromkeys(panel for panel, _ in records):
-        lines = [record for panel, record in records if panel == group and record is not None]
-        if lines:
-            with formatter.section(group or rest):
-                formatter.write_dl(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,12 +130,11 @@ def application(given: Sequence[str]) -> typer.Typer:
     asked = [name for name in given[:1] if name in experiments.names()]
     for experiment in map(experiments.get, asked) if asked else experiments.every():
         command = _experiment_command(experiment, given)
-        text = _help(experiment)
-        app.command(experiment.name, cls=_Command, rich_help_panel=_EXPERIMENTS, help=text)(command)
+        app.command(experiment.name, help=_help(experiment))(command)
     text = "Run all experiments of a preset and write one report."
-    app.command("run", cls=_Command, rich_help_panel=_RUNS, help=text)(_run_command(given))
+    app.command("run", help=text)(_run_command(given))
     for name, function in _OTHERS.items():
-        app.command(name, rich_help_panel=_RUNS)(function)
+        app.command(name)(function)
     return app
 
 
@@ -209,10 +177,6 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
 
     own = [*options.parameters(experiment), _parameter("context", typer.Context)]
     return _measuring(plan, own, given)
-
-
-def _shipped(incomplete: str) -> list[str]:
-    return [name for name in presets.shipped() if name.startswith(incomplete)]
 
 
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
@@ -290,12 +254,12 @@ def _measuring(
 
 def _of_every_run(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    how = typer.Option(flag, rich_help_panel=_ANY, help=text, show_default=False, **more)
+    how = typer.Option(flag, help=text, show_default=False, **more)
     return _parameter(name, Annotated[kind, how], default)
 
 
 def _report(run: RunFolder, as_json: AsJson = False) -> int:
-    """Rebuild tables, pictures and page of a run from its saved rows."""
+    """Rebuild a run's report from its saved rows."""
     from rich.console import Console
 
     from bench_harness import session
@@ -352,7 +316,10 @@ def _compare(
 
 
 def _serve(run: RunFolder) -> int:
-    """Open a run's traces in Perfetto, over the loopback, until Ctrl-C."""
+    """Open a run's traces in Perfetto.
+
+    It serves them over the loopback, until Ctrl-C.
+    """
     from bench_harness import serve
 
     found = serve.traces(Store(run))
@@ -372,10 +339,10 @@ def _trace(
     page: PageFile = None,
     as_json: AsJson = False,
 ) -> int:
-    """Analyse recordings of any program: overlap, kernels, late gathers.
+    """Analyse recordings of any program.
 
-    Reads torch.profiler traces (.json, .json.gz) and Nsight Systems (.nsys-rep, .sqlite). Runs
-    nothing.
+    Shows overlap, kernels and late gathers. Reads torch.profiler traces (.json, .json.gz) and
+    Nsight Systems (.nsys-rep, .sqlite). Runs nothing.
     """
     from rich.console import Console
 
@@ -399,16 +366,11 @@ def _trace(
 
 def _env(as_json: AsJson = False) -> int:
     """Show this machine as results record it."""
-    from rich.console import Console
-
-    from bench_harness import environment, terminal
+    from bench_harness import environment
 
     description = environment.describe()
-    if as_json:
-        identity = environment.fingerprint(description)
-        typer.echo(json.dumps({"environment id": identity, **description}))
-        return 0
-    terminal.machine(description, environment.fingerprint(description), Console())
+    shown = {"environment id": environment.fingerprint(description), **description}
+    typer.echo(json.dumps(shown, indent=None if as_json else 2, ensure_ascii=False))
     return 0
 
 
@@ -418,7 +380,6 @@ def _preset(
         typer.Argument(
             help=f"One of {', '.join(presets.shipped())}.",
             show_default=False,
-            autocompletion=_shipped,
         ),
     ],
 ) -> int:

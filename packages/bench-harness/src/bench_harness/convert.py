@@ -1,4 +1,4 @@
-"""Values of presets and of the command line, checked against annotations by msgspec."""
+"""Values of presets and of the command line: cut out of texts, and checked against annotations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import typing
 from typing import Any, Literal
 
 import msgspec
+
+_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
 
 def converted(what: str, value: Any, hint: Any, *, written: bool = False) -> Any:
@@ -25,6 +27,31 @@ def converted(what: str, value: Any, hint: Any, *, written: bool = False) -> Any
         raise ValueError(
             f"{what} must be {_described(hint)}, but got {value!r}. Correct the value."
         ) from None
+
+
+def cut(text: str, at: str) -> list[str]:
+    """The parts of a text between a character, where it stands outside of brackets and quotes.
+
+    Raises:
+        ValueError: a bracket or a quote is not closed.
+    """
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        else:
+            depth += (character in _OPENING) - (character in _CLOSING)
+        if character == at and not depth and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    if depth > 0 or quote:
+        raise ValueError(
+            f"text must close what it opens, but got {text!r}. Add the bracket or the quote."
+        )
+    return [part.strip() for part in parts]
 
 
 def is_list(hint: Any) -> bool:

@@ -1,17 +1,15 @@
 """Memory and communication of a very large feed-forward stack on a device mesh, as arithmetic.
 
-The assignment's calculations of both editions. Every figure comes with its derivation as text.
+The assignment's calculations of both editions; every figure comes with its derivation as text.
 
-Dimensions: D d_model, F d_ff, L blocks, m matrices of a block, B tokens of the whole batch, Z
-replicas (data parallel), X ranks that shard weights (FSDP), Y ranks that split matrices (tensor
-parallel), C FLOP/s, W bytes/s. GB is 10^9 bytes, as on accelerator data sheets.
+Two models of transfers. :meth:`MeshProblem.compute_bound` follows J. Austin et al., *How to Scale
+Your Model* (2025), where W is an axis of a torus with both directions and a factor (n - 1)/n is
+left out. :meth:`MeshProblem.step` and :meth:`MeshProblem.limits` count rings of devices that each
+send W bytes/s: (n - 1)/n · S/W for an all-gather or reduce-scatter of S bytes, and twice that for
+an all-reduce.
 
-Functions take a ``model``, the stack of feed-forward blocks, and a ``mesh``, None for 16 × 4 TPU
-v5p.
-
-Two models of transfers: :func:`compute_bound_batch` follows J. Austin et al., *How to Scale Your
-Model* (2025), where W is an axis of a torus with both directions and a factor (n - 1)/n is left
-out. :func:`ring_step` counts rings of devices that each send W bytes/s, with that factor.
+P is the number of parameters, 2 bytes a value where it is sent or multiplied; GB is 10^9 bytes, as
+on accelerator data sheets.
 """
 
 from __future__ import annotations
@@ -20,64 +18,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from bench_harness.core import Row
 from shard_optim.accounting import GB, rank_memory
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedForwardStack:
-    """Blocks of linear layers, D -> F -> D, and nothing else: the XXL model of the assignment.
-
-    Attributes:
-        d_model: D.
-        d_ff: F.
-        num_blocks: L.
-        matrices: m, 2 for D -> F -> D, 3 for a gated layer, which has two matrices D -> F.
-    """
-
-    d_model: int = 16384
-    d_ff: int = 53248
-    num_blocks: int = 126
-    matrices: int = 2
-
-    @property
-    def numel(self) -> int:
-        """m·D·F parameters per block."""
-        return self.matrices * self.d_model * self.d_ff * self.num_blocks
-
-    @property
-    def saved_per_token(self) -> int:
-        """Elements kept for backward per token and block: D + F for the inputs of both matrices.
-
-        A gated block keeps D + 3·F: both factors of the product, and the product.
-        """
-        return (self.d_model + (2 * self.matrices - 3) * self.d_ff) * self.num_blocks
-
-
-XXL = FeedForwardStack()
 
 
 class Derived(NamedTuple):
     """A number and how it came about."""
 
+    variant: str
     value: float
     unit: str
     derivation: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """A device mesh for sharding weights and splitting matrices; defaults: 16 × 4 TPU v5p.
+class MeshProblem:
+    """Blocks of linear layers, D -> F -> D, on a mesh; the defaults: XXL on 16 × 4 TPU v5p.
 
     Attributes:
+        d_model, d_ff, num_blocks: D, F and L.
+        matrices: m of a block, 2 for D -> F -> D, 3 for a gated layer, which has two D -> F.
         data: Z, replicas of the sharded group.
         fsdp: X, ranks over which weights are sharded.
         tensor: Y, ranks over which matrices are split.
-        fsdp_axes: physical mesh axes that FSDP traffic uses at once.
-        tensor_axes: the same for tensor-parallel traffic.
+        fsdp_axes, tensor_axes: M_X and M_Y, physical axes that either traffic uses at once.
         bandwidth: W, bytes/s of one axis, both directions together.
         flops: C, FLOP/s of one device.
+        tokens: B, of the whole batch.
     """
 
+    d_model: int = 16384
+    d_ff: int = 53248
+    num_blocks: int = 126
+    matrices: int = 2
     data: int = 1
     fsdp: int = 16
     tensor: int = 4
@@ -85,275 +58,229 @@ class Mesh:
     tensor_axes: int = 1
     bandwidth: float = 2 * 9e10
     flops: float = 4.6e14
+    tokens: int = 65_536
 
-
-def training_memory(model: FeedForwardStack = XXL, *, device_gb: float = 80) -> dict[str, Derived]:
-    """fp32 master weights, gradients and Adam state on one device; devices that this fills.
-
-    Args:
-        device_gb: memory of one device; 80 for an H100.
-    """
-    factors = f"{model.matrices}·{model.d_model}·{model.d_ff}·{model.num_blocks}"
-    count = f"{factors} = {model.numel:,} parameters"
-    memory = rank_memory(model.numel, world_size=1, stage=0)
-    parts = {
-        "master_weights": (memory.parameters, "4 B"),
-        "gradients": (memory.gradients, "4 B"),
-        "optimizer_state": (memory.optimizer_state, "8 B (two fp32 moments)"),
-        "total": (memory.total, "16 B"),
-    }
-    result = {
-        name: Derived(value / GB, "GB", f"{count} × {each}")
-        for name, (value, each) in parts.items()
-    }
-    result["saved_for_backward_per_token"] = Derived(
-        2 * model.saved_per_token / 1e6,
-        "MB",
-        f"bf16 inputs of the layers: 2 B × ({model.d_model} + "
-        f"{(2 * model.matrices - 3) * model.d_ff}) × {model.num_blocks} blocks",
-    )
-    result["devices"] = Derived(
-        memory.total / (device_gb * GB),
-        f"devices of {device_gb:g} GB",
-        f"{memory.total / GB:.1f} GB / {device_gb:g} GB, activations excluded",
-    )
-    return result
-
-
-def fsdp_memory(
-    model: FeedForwardStack = XXL,
-    *,
-    ranks: int,
-    tokens: int = 0,
-    sharded_activations: float = 0.5,
-) -> Derived:
-    """Bytes per device when weights, gradients, state and part of the activations are sharded.
-
-    Args:
-        ranks: N, devices to shard over.
-        tokens: tokens whose bf16 activations are kept for backward.
-        sharded_activations: share of them that is sharded too (every second layer: 0.5).
-    """
-    fixed = rank_memory(model.numel, world_size=ranks, stage=3).total
-    saved = 2 * model.saved_per_token * tokens
-    value = fixed + saved * (sharded_activations / ranks + 1 - sharded_activations)
-    return Derived(
-        value / GB,
-        "GB",
-        f"16 B × {model.numel:,} / {ranks} + {saved / GB:.2f} GB of activations × "
-        f"({sharded_activations:g}/{ranks} + {1 - sharded_activations:g})",
-    )
-
-
-def fsdp_ranks(model: FeedForwardStack = XXL, *, device_gb: float, tokens: int = 0) -> Derived:
-    """Fewest devices for which ``fsdp_memory`` is under ``device_gb``.
-
-    From 16 P / N + A (1/2N + 1/2) < M follows N > (16 P + A/2) / (M - A/2).
-
-    Raises:
-        ValueError: if the activations that are not sharded alone fill a device.
-    """
-    saved = 2 * model.saved_per_token * tokens / GB
-    room = device_gb - saved / 2
-    if room <= 0:
-        raise ValueError(
-            f"half of the activations must fit one device of {device_gb:g} GB, but got "
-            f"{saved / 2:.1f} GB. Use fewer than {tokens} tokens per device."
-        )
-    weights = rank_memory(model.numel, world_size=1, stage=3).total / GB
-    needed = (weights + saved / 2) / room
-    return Derived(
-        float(int(needed) + 1),
-        "devices",
-        f"N > ({weights:.1f} + {saved / 2:.2f}) GB / ({device_gb:g} - {saved / 2:.2f}) "
-        f"GB = {needed:.2f}",
-    )
-
-
-def compute_bound_batch(
-    model: FeedForwardStack = XXL, *, mesh: Mesh | None = None, concurrent: bool = False
-) -> dict[str, Derived]:
-    """Smallest batch at which a forward pass under FSDP × tensor parallelism is compute bound.
-
-    Per block, bf16 (2 B): T_math = 4·B·D·F / (X·Y·C); T_fsdp = 4·D·F / (Y·W·M_X), gathering both
-    weight matrices; T_tensor = 4·B·D / (X·W·M_Y), moving activations in and out. With
-    α = C/W, T_math ≥ T_fsdp + T_tensor holds from B = X·F·(α/M_X) / (F - α·Y/M_Y) on. If both
-    transfers run at once (``concurrent``), T_math ≥ T_fsdp alone decides: B = X·α/M_X, provided
-    F ≥ α·Y/M_Y.
-
-    Args:
-        concurrent: whether the two kinds of transfer overlap each other.
-
-    Returns:
-        ``overall`` and ``per_device`` batch in tokens.
-
-    Raises:
-        ValueError: if splitting matrices is communication bound at any batch size.
-    """
-    mesh = mesh or Mesh()
-    alpha = mesh.flops / mesh.bandwidth
-    tensor_width = alpha * mesh.tensor / mesh.tensor_axes
-    if tensor_width >= model.d_ff:
-        raise ValueError(
-            f"d_ff must exceed α·Y/M_Y = {tensor_width:.0f} for any batch to be compute bound, but "
-            f"got {model.d_ff}. Split matrices over fewer ranks."
-        )
-    weight_tokens = mesh.fsdp * alpha / mesh.fsdp_axes
-    overall = weight_tokens * (1 if concurrent else model.d_ff / (model.d_ff - tensor_width))
-    how = (
-        f"α = C/W = {alpha:.1f}; B = X·α/M_X = {weight_tokens:.0f}"
-        if concurrent
-        else f"α = C/W = {alpha:.1f}; B = X·(α/M_X)·F / (F - α·Y/M_Y) = {weight_tokens:.0f} × "
-        f"{model.d_ff} / ({model.d_ff} - {tensor_width:.0f})"
-    )
-    devices = mesh.fsdp * mesh.tensor
-    return {
-        "overall": Derived(overall, "tokens", how),
-        "per_device": Derived(overall / devices, "tokens", f"B / {devices} devices"),
-    }
-
-
-def fewest_tokens(model: FeedForwardStack = XXL, *, mesh: Mesh | None = None) -> dict[str, Derived]:
-    """The best split of a mesh's devices between FSDP and tensor parallelism, transfers at once.
-
-    Moving weights takes T_fsdp = 4·D·F / (Y·W·M_X) and moving activations T_tensor = 4·B·D /
-    (X·W·M_Y). The longer of the two is least where they are equal, at X = sqrt(B·M_X·N / (F·M_Y))
-    with N = X·Y devices. There T_math ≥ T_fsdp holds from B/N = α² / (M_X·M_Y·F) tokens per device
-    on. Splitting further than Y = F·M_Y/α is bound by communication at any batch.
-    """
-    mesh = mesh or Mesh()
-    alpha = mesh.flops / mesh.bandwidth
-    devices = mesh.fsdp * mesh.tensor
-    per_device = alpha**2 / (mesh.fsdp_axes * mesh.tensor_axes * model.d_ff)
-    limit = model.d_ff * mesh.tensor_axes / alpha
-    best = devices * alpha / (mesh.tensor_axes * model.d_ff)
-    return {
-        "least batch per device, best split": Derived(
-            per_device, "tokens", f"α² / (M_X·M_Y·F), α = {alpha:.1f}"
-        ),
-        "FSDP ranks of the best split": Derived(
-            best,
-            "ranks",
-            f"X = sqrt(B·M_X·N / (F·M_Y)) = N·α/(M_Y·F), N = {devices} devices",
-        ),
-        "most ranks of tensor parallelism": Derived(
-            limit, "ranks", f"Y < F·M_Y/α = {model.d_ff} / {alpha:.1f}"
-        ),
-    }
-
-
-def ring_step(
-    model: FeedForwardStack = XXL, *, mesh: Mesh | None = None, tokens: int
-) -> dict[str, Derived]:
-    """Times of one block's forward and backward, computing and on each axis of rings.
-
-    The batch is split over data × fsdp ranks, the matrices over tensor ranks, and each tensor
-    slice is stored on fsdp ranks; 2 bytes a value. A ring of n devices that each send W bytes/s
-    needs (n - 1)/n · S/W for an all-gather or reduce-scatter of S bytes, and twice that for an
-    all-reduce. Forward gathers weights (FSDP) and all-reduces outputs (tensor); backward gathers
-    weights and reduce-scatters gradients, all-reduces gradients of inputs, and all-reduces the
-    gradients of replicas.
-
-    Args:
-        mesh: ``fsdp_axes`` and ``tensor_axes`` are not used.
-        tokens: B, of the whole batch.
-    """
-    mesh = mesh or Mesh()
-    z, x, y = mesh.data, mesh.fsdp, mesh.tensor
-    weights = 2 * model.matrices * model.d_model * model.d_ff / y
-    outputs = 2 * tokens * model.d_model / (z * x)
-    operations = 2 * model.matrices * tokens * model.d_model * model.d_ff / (z * x * y)
-    found = {}
-    for phase, twice in (("forward", 1), ("backward", 2)):
-        compute = twice * operations / mesh.flops
-        transfers = {
-            "FSDP": (x, twice * weights, f"{twice}·(X-1)/X·2·m·D·F/(Y·W)"),
-            "tensor": (y, 2 * outputs, "2·(Y-1)/Y·2·B·D/(Z·X·W)"),
-        }
-        if phase == "backward":
-            transfers["data"] = (z, 2 * weights / x, "2·(Z-1)/Z·2·m·D·F/(X·Y·W)")
-        found[f"{phase}, computing"] = Derived(
-            1e3 * compute, "ms", f"{2 * twice}·m·B·D·F/(Z·X·Y·C)"
-        )
-        times = {}
-        for axis, (ranks, size, formula) in transfers.items():
-            times[axis] = (ranks - 1) / ranks * size / mesh.bandwidth
-            found[f"{phase}, {axis} axis"] = Derived(1e3 * times[axis], "ms", formula)
-        if any(times.values()):
-            for how, total in (("at once", max(times.values())), ("in turn", sum(times.values()))):
-                found[f"{phase}, computing over transfers {how}"] = Derived(
-                    compute / total,
-                    "1",
-                    "from 1 on, computing hides the transfers",
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, whole = getattr(self, each.name), each.type == "int"
+            allowed = (int,) if whole else (int, float)
+            if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
+                raise ValueError(
+                    f"{each.name} of mesh must be a positive {'whole ' * whole}number, but got "
+                    f"{value!r}. Correct it."
                 )
-    return found
+
+    @property
+    def numel(self) -> int:
+        """P = m·D·F·L parameters."""
+        return self.matrices * self.d_model * self.d_ff * self.num_blocks
+
+    @property
+    def saved_widths(self) -> int:
+        """Values kept for backward per token and block: D + F, the inputs of both matrices.
+
+        A gated block keeps D + 3·F: both factors of the product, and the product.
+        """
+        return self.d_model + (2 * self.matrices - 3) * self.d_ff
+
+    def saved_gb(self, tokens: int) -> float:
+        """A: the activations in bf16 that so many tokens keep for backward."""
+        return 2 * self.saved_widths * self.num_blocks * tokens / GB
+
+    def sharded_gb(self, ranks: int, tokens: int = 0) -> float:
+        """On each of N ranks: 16 bytes a parameter over N, and A, of which every second is too."""
+        fixed = rank_memory(self.numel, world_size=ranks, stage=3).total / GB
+        return fixed + self.saved_gb(tokens) * (0.5 / ranks + 0.5)
+
+    def fewest_ranks(self, device_gb: float, tokens: int = 0) -> tuple[int, str]:
+        """The least N for which :meth:`sharded_gb` is below a device's memory, and why.
+
+        Raises:
+            ValueError: the half of the activations that is not sharded fills a device.
+        """
+        half = self.saved_gb(tokens) / 2
+        if half >= device_gb:
+            raise ValueError(
+                f"half of the activations must fit one device of {device_gb:g} GB, but got "
+                f"{half:.1f} GB. Use fewer than {tokens} tokens per device."
+            )
+        weights = self.sharded_gb(1)
+        needed = (weights + half) / (device_gb - half)
+        above, below = f"({weights:.1f} + {half:.2f}) GB", f"({device_gb:g} - {half:.2f}) GB"
+        return int(needed) + 1, f"N > {above} / {below} = {needed:.2f}"
+
+    def memory(self, device_gb: float, shard_device_gb: float) -> list[Derived]:
+        """fp32 master weights, gradients and Adam's state on one device, and under FSDP.
+
+        Args:
+            device_gb: memory of a device; 80 for an H100.
+            shard_device_gb: memory of a device of the mesh.
+        """
+        factors = f"{self.matrices}·{self.d_model}·{self.d_ff}·{self.num_blocks}"
+        count = f"{factors} = {self.numel:,} parameters"
+        held = rank_memory(self.numel, world_size=1, stage=0)
+        parts = {
+            "master weights": (held.parameters, "4 B"),
+            "gradients": (held.gradients, "4 B"),
+            "optimizer state": (held.optimizer_state, "8 B (two fp32 moments)"),
+            "total": (held.total, "16 B"),
+        }
+        found = [
+            Derived(name, value / GB, "GB", f"{count} × {each}")
+            for name, (value, each) in parts.items()
+        ]
+        total, ends = held.total / GB, f"fewest devices of {shard_device_gb:g} GB"
+        widths = f"{self.d_model} + {self.saved_widths - self.d_model}"
+        why = f"bf16 inputs of the layers: 2 B × ({widths}) × {self.num_blocks} blocks"
+        found.append(Derived("saved for backward per token", 1e3 * self.saved_gb(1), "MB", why))
+        why = f"{total:.1f} GB / {device_gb:g} GB, activations excluded"
+        found.append(Derived("devices", total / device_gb, f"devices of {device_gb:g} GB", why))
+        ranks, why = self.fewest_ranks(shard_device_gb)
+        found.append(Derived(f"{ends}, weights only", float(ranks), "devices", why))
+        why = f"16 B × {self.numel:,} / {ranks} + 0.00 GB of activations × (0.5/{ranks} + 0.5)"
+        found.append(Derived("memory per device then", self.sharded_gb(ranks), "GB", why))
+        ranks, why = self.fewest_ranks(shard_device_gb, tokens=1024)
+        return [*found, Derived(f"{ends}, 1024 tokens each", float(ranks), "devices", why)]
+
+    def compute_bound(self) -> list[Derived]:
+        """Smallest batch at which forward under FSDP × tensor parallelism is compute bound.
+
+        Per block: T_math = 4·B·D·F / (X·Y·C); T_fsdp = 4·D·F / (Y·W·M_X), gathering both weight
+        matrices; T_tensor = 4·B·D / (X·W·M_Y), moving activations in and out. With α = C/W,
+        T_math ≥ T_fsdp + T_tensor holds from B = X·F·(α/M_X) / (F - α·Y/M_Y) on. If both transfers
+        run at once, T_math ≥ T_fsdp alone decides, provided F ≥ α·Y/M_Y. The longer transfer is
+        least where both are equal, at X = sqrt(B·M_X·N / (F·M_Y)) with N = X·Y devices; there
+        T_math ≥ T_fsdp holds from B/N = α² / (M_X·M_Y·F) on.
+
+        Raises:
+            ValueError: splitting matrices is communication bound at any batch size.
+        """
+        alpha, devices = self.flops / self.bandwidth, self.fsdp * self.tensor
+        narrow = alpha * self.tensor / self.tensor_axes
+        if narrow >= self.d_ff:
+            raise ValueError(
+                f"d_ff must exceed α·Y/M_Y = {narrow:.0f} for any batch to be compute bound, but "
+                f"got {self.d_ff}. Split matrices over fewer ranks."
+            )
+        weights = self.fsdp * alpha / self.fsdp_axes
+        both = f"{weights:.0f} × {self.d_ff} / ({self.d_ff} - {narrow:.0f})"
+        found = []
+        for how, overall, why in (
+            (
+                "in turn",
+                weights * self.d_ff / (self.d_ff - narrow),
+                f"X·(α/M_X)·F / (F - α·Y/M_Y) = {both}",
+            ),
+            ("at once", weights, f"X·α/M_X = {weights:.0f}"),
+        ):
+            name, tail = "compute-bound batch,", f"transfers {how}"
+            why = f"α = C/W = {alpha:.1f}; B = {why}"
+            found.append(Derived(f"{name} overall, {tail}", overall, "tokens", why))
+            each = overall / devices
+            found.append(
+                Derived(f"{name} per device, {tail}", each, "tokens", f"B / {devices} devices")
+            )
+        least = alpha**2 / (self.fsdp_axes * self.tensor_axes * self.d_ff)
+        best = devices * alpha / (self.tensor_axes * self.d_ff)
+        how = f"X = sqrt(B·M_X·N / (F·M_Y)) = N·α/(M_Y·F), N = {devices} devices"
+        most, limit = self.d_ff * self.tensor_axes / alpha, "most ranks of tensor parallelism"
+        return [
+            *found,
+            Derived(
+                "least batch per device, best split",
+                least,
+                "tokens",
+                f"α² / (M_X·M_Y·F), α = {alpha:.1f}",
+            ),
+            Derived("FSDP ranks of the best split", best, "ranks", how),
+            Derived(limit, most, "ranks", f"Y < F·M_Y/α = {self.d_ff} / {alpha:.1f}"),
+        ]
+
+    def step(self) -> list[Derived]:
+        """Times of one block's forward and backward, computing and on each axis of rings.
+
+        The batch is split over data × fsdp ranks, the matrices over tensor ranks, and each tensor
+        slice is stored on fsdp ranks. Forward gathers weights and all-reduces outputs; backward
+        gathers weights and reduce-scatters gradients, all-reduces gradients of inputs, and those
+        of replicas.
+        """
+        z, x, y = self.data, self.fsdp, self.tensor
+        weights = 2 * self.matrices * self.d_model * self.d_ff / y
+        outputs = 2 * self.tokens * self.d_model / (z * x)
+        computing = self.tokens * weights / (z * x) / self.flops
+        found = []
+        for phase, twice in (("forward", 1), ("backward", 2)):
+            transfers = {
+                "FSDP": (x, twice * weights, f"{twice}·(X-1)/X·2·m·D·F/(Y·W)"),
+                "tensor": (y, 2 * outputs, "2·(Y-1)/Y·2·B·D/(Z·X·W)"),
+            }
+            if phase == "backward":
+                transfers["data"] = (z, 2 * weights / x, "2·(Z-1)/Z·2·m·D·F/(X·Y·W)")
+            how, name = f"{2 * twice}·m·B·D·F/(Z·X·Y·C)", f"{phase}, computing"
+            found.append(Derived(name, 1e3 * twice * computing, "ms", how))
+            times = []
+            for axis, (ranks, size, formula) in transfers.items():
+                times.append((ranks - 1) / ranks * size / self.bandwidth)
+                found.append(Derived(f"{phase}, {axis} axis", 1e3 * times[-1], "ms", formula))
+            if any(times):
+                why = "from 1 on, computing hides the transfers"
+                found += [
+                    Derived(f"{name} over transfers {how}", twice * computing / total, "1", why)
+                    for how, total in (("at once", max(times)), ("in turn", sum(times)))
+                ]
+        return found
+
+    def limits(self) -> list[Derived]:
+        """Most devices of each kind that computing hides, from :meth:`step` with one axis each.
+
+        With a = B·W/C and b = m·F·W/(2·C). For both axes in turn (X - 1)/a + (Y - 1)/b ≤ 1 with
+        X, Y ≥ 1: the product is largest at X = a·l/2, Y = b·l/2, l = 1 + 1/a + 1/b, or with one
+        axis alone where that has less than one rank of an axis.
+        """
+        a = self.tokens * self.bandwidth / self.flops
+        b = self.matrices * self.d_ff * self.bandwidth / (2 * self.flops)
+        slack = 1 + 1 / a + 1 / b
+        inside = a * slack / 2 >= 1 and b * slack / 2 >= 1
+        in_turn = a * b * slack**2 / 4 if inside else 1 + max(a, b)
+        alone = "(a·b + a + b)² / (4·a·b)" if inside else "1 + max(a, b)"
+        tensor, both = "most ranks of tensor parallelism", "most devices of both, transfers"
+        limits = {
+            "most replicas (data parallel)": (1 + a, "Z ≤ 1 + B·W/C"),
+            "most ranks of FSDP": (1 + a, "X ≤ 1 + B·W/C"),
+            f"{tensor}, forward": (1 + b, "Y ≤ 1 + m·F·W/(2·C)"),
+            f"{tensor}, backward": (1 + 2 * b, "Y ≤ 1 + m·F·W/C"),
+            f"{both} at once": (
+                (1 + a) * (1 + b),
+                "X·Y ≤ (1 + a)·(1 + b), a = B·W/C, b = m·F·W/(2·C)",
+            ),
+            f"{both} in turn": (in_turn, f"X·Y ≤ {alone}"),
+        }
+        return [Derived(name, value, "devices", how) for name, (value, how) in limits.items()]
 
 
-def ring_limits(
-    model: FeedForwardStack = XXL, *, mesh: Mesh | None = None, tokens: int
-) -> dict[str, Derived]:
-    """Most devices of each kind that computing hides, from :func:`ring_step` with one axis each.
-
-    With a = B·W/C and b = m·F·W/(2·C): data parallelism and FSDP Z, X ≤ 1 + a in both passes;
-    tensor parallelism Y ≤ 1 + b in forward and 1 + 2·b in backward; FSDP and tensor parallelism
-    together, in forward, X·Y ≤ (1 + a)(1 + b) if their transfers overlap, and, if they take turns,
-    (a·b + a + b)² / (4·a·b), or one axis alone where the split has less than one rank of an axis.
-
-    Args:
-        mesh: only its bandwidth and FLOP/s are used.
-        tokens: B, of the whole batch.
-    """
-    mesh = mesh or Mesh()
-    a = tokens * mesh.bandwidth / mesh.flops
-    b = model.matrices * model.d_ff * mesh.bandwidth / (2 * mesh.flops)
-    # (X - 1)/a + (Y - 1)/b ≤ 1 with X, Y ≥ 1: the product is largest at X = a·l/2, Y = b·l/2.
-    slack = 1 + 1 / a + 1 / b
-    inside = a * slack / 2 >= 1 and b * slack / 2 >= 1
-    in_turn = a * b * slack**2 / 4 if inside else 1 + max(a, b)
-    limits = {
-        "most replicas (data parallel)": (1 + a, "Z ≤ 1 + B·W/C"),
-        "most ranks of FSDP": (1 + a, "X ≤ 1 + B·W/C"),
-        "most ranks of tensor parallelism, forward": (1 + b, "Y ≤ 1 + m·F·W/(2·C)"),
-        "most ranks of tensor parallelism, backward": (1 + 2 * b, "Y ≤ 1 + m·F·W/C"),
-        "most devices of both, transfers at once": (
-            (1 + a) * (1 + b),
-            "X·Y ≤ (1 + a)·(1 + b), a = B·W/C, b = m·F·W/(2·C)",
-        ),
-        "most devices of both, transfers in turn": (
-            in_turn,
-            "X·Y ≤ (a·b + a + b)² / (4·a·b)" if inside else "X·Y ≤ 1 + max(a, b)",
-        ),
-    }
-    return {name: Derived(value, "devices", how) for name, (value, how) in limits.items()}
-
-
-def described(given: Mapping[str, Any]) -> tuple[FeedForwardStack, Mesh, int]:
-    """A stack, a mesh and the tokens of a batch from one set of names.
-
-    Args:
-        given: fields of :class:`FeedForwardStack` and :class:`Mesh`, and ``tokens``; what is left
-            out is the XXL problem's, with 65,536 tokens.
+def described(given: Mapping[str, Any]) -> MeshProblem:
+    """A problem from its names; what is left out is the XXL problem's.
 
     Raises:
         ValueError: an unknown name, or a value that is not a positive number.
     """
-    stack = {field.name for field in fields(FeedForwardStack)}
-    mesh = {field.name for field in fields(Mesh)}
-    for name, value in given.items():
-        if name not in {*stack, *mesh, "tokens"}:
+    known = {each.name for each in fields(MeshProblem)}
+    for name in given:
+        if name not in known:
             raise ValueError(
-                f"mesh must have names of {', '.join(sorted({*stack, *mesh, 'tokens'}))}, but got "
-                f"{name!r}. Correct it."
+                f"mesh must have names of {', '.join(sorted(known))}, but got {name!r}. Correct it."
             )
-        whole = name not in ("bandwidth", "flops")
-        allowed = (int,) if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, allowed) or value <= 0:
-            raise ValueError(
-                f"{name} of mesh must be a positive {'whole ' * whole}number, but got {value!r}. "
-                "Correct it."
-            )
-    return (
-        FeedForwardStack(**{k: v for k, v in given.items() if k in stack}),
-        Mesh(**{k: v for k, v in given.items() if k in mesh}),
-        given.get("tokens", 65_536),
-    )
+    return MeshProblem(**given)
+
+
+def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float) -> list[Row]:
+    """A mesh problem: memory of one device, sharded memory, compute-bound batch, times, limits.
+
+    Args:
+        given: names of :class:`MeshProblem`.
+        device_gb, shard_device_gb: of :meth:`MeshProblem.memory`.
+    """
+    problem = described(given)
+    derived = [*problem.memory(device_gb, shard_device_gb), *problem.compute_bound()]
+    derived += [*problem.step(), *problem.limits()]
+    return [{"kind": "mesh", **each._asdict()} for each in derived]

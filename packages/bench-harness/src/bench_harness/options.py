@@ -46,8 +46,8 @@ REMOVED = {
     "additions": "Leave it out: 0.01 is added 1000 times.",
     "attention": "Profile it with train-step, whose variants have attentions.",
     "autocast": "Leave it out: both dtypes are shown.",
-    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.training_memory.",
-    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.fsdp_ranks.",
+    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
+    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
 }
 
 
@@ -160,28 +160,12 @@ def _parameter(option: Declared) -> inspect.Parameter:
         # Kept as text here and read by :func:`build`, so that one place words the errors.
         annotation = Annotated[
             str,
-            typer.Option(
-                flag,
-                *ALIASES.get(option.name, ()),
-                help=text,
-                metavar=metavar,
-                autocompletion=_completion(option),
-            ),
+            typer.Option(flag, *ALIASES.get(option.name, ()), help=text, metavar=metavar),
         ]
         default = _written(option.default)
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def _completion(option: Declared) -> typing.Callable[[str], list[str]]:
-    """Completes the last of the values separated by commas."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        return [before + comma + name for name in option.choices or () if name.startswith(last)]
-
-    return complete
 
 
 def _written(value: Any) -> str:

@@ -114,7 +114,8 @@ class ConsoleReporter:
         self._task = self._live.add_task("starting", total=self._total, left="")
 
     def __enter__(self) -> ConsoleReporter:
-        self._live.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(
@@ -123,7 +124,8 @@ class ConsoleReporter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._live.stop()
+        if self._console.is_terminal:  # rich 13 ends a log that never had a bar with an empty line
+            self._live.stop()
 
     def case_started(self, case: Case) -> None:
         """Names the running case in the bar."""

@@ -9,16 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, TypedDict
+
+import msgspec
+from msgspec import Meta
 
 from bench_harness.core import JsonValue, Row
 
-#: How a case may end.
-STATUSES = frozenset({"ok", "oom", "skipped", "timeout", "error"})
-
-#: A case's key names a folder, so it holds no separator and no dot.
-_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 #: What a terminal would obey instead of showing, C0 and C1 control characters but tab and newline,
 #: and halves of surrogate pairs, which no file can hold.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -65,72 +62,61 @@ def is_number(value: JsonValue) -> bool:
         return False
 
 
-def _is_count(value: JsonValue) -> bool:
-    return type(value) is int and 0 < value < 1 << 31
+class _Gpu(TypedDict):
+    throttle_reasons: list[str]
 
 
-def _is_text(value: JsonValue) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text_or_none(value: JsonValue) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_machine(value: JsonValue) -> bool:
+class _Machine(TypedDict):
     """The state of a machine, as far as reports read it."""
-    if value is None:
-        return True
-    gpus = value.get("gpus", []) if isinstance(value, dict) else None
-    return isinstance(gpus, list) and all(
-        isinstance(gpu, dict)
-        and isinstance(reasons := gpu.get("throttle_reasons"), list)
-        and all(map(_is_text, reasons))
-        for gpu in gpus
-    )
+
+    gpus: NotRequired[list[_Gpu]]
 
 
-def _is_samples(value: JsonValue) -> bool:
-    return value is None or (isinstance(value, list) and all(map(is_number, value)))
+_Count: TypeAlias = Annotated[int, Meta(gt=0, lt=1 << 31)]
+#: It names a folder, so it holds no separator and no dot.
+_Key: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 
 
-_NEEDED: dict[str, Callable[[Any], bool]] = {
-    "schema": _is_count,
-    "case_rows": _is_count,
-    "case_key": lambda value: _is_text(value) and _KEY.fullmatch(value) is not None,
-    "experiment": _is_text,
-    "label": _is_text,
-    "status": lambda value: _is_text(value) and value in STATUSES,
-    "environment": _is_text,
-    "started": _is_text,
-    "seconds": lambda value: is_number(value) and value >= 0,
-    "config": lambda value: isinstance(value, dict),
-    "error": _is_text_or_none,
-    "detail": _is_text_or_none,
-    "commit": _is_text_or_none,
-}
-_CHECKED: dict[str, Callable[[Any], bool]] = {
-    "machine_before": _is_machine,
-    "machine_after": _is_machine,
-}
+class _Row(TypedDict):
+    schema: _Count
+    case_rows: _Count
+    case_key: _Key
+    experiment: str
+    label: str
+    status: Literal["ok", "oom", "skipped", "timeout", "error"]
+    environment: str
+    started: str
+    seconds: Annotated[float, Meta(ge=0)]
+    config: dict[str, Any]
+    error: str | None
+    detail: str | None
+    commit: str | None
+    machine_before: NotRequired[_Machine | None]
+    machine_after: NotRequired[_Machine | None]
 
 
 def problem(row: Row) -> str | None:
     """What is wrong with a row, in a few words; None if nothing is."""
-    for name, right in _NEEDED.items():
-        if name not in row:
-            return f"it has no {name}"
-        if not right(row[name]):
-            return f"its {name} is {_short(row[name])}"
-    for name, value in row.items():
-        right = _is_samples if name.startswith("samples") else _CHECKED.get(name, _anything)
-        if not right(value):
-            return f"its {name} is {_short(value)}"
-    return None
+    wrong = next((name for name, value in row.items() if not _may_hold(name, value)), None)
+    if wrong is None:
+        try:
+            msgspec.convert(row, _Row)
+            return None
+        except msgspec.ValidationError as error:
+            missing = re.search("missing required field `(\\w+)`$", str(error))
+            if missing is not None:
+                return f"it has no {missing[1]}"
+            place = re.search(r"`\$\.(\w+)", str(error))
+            wrong = "" if place is None else place[1]
+    return f"its {wrong} is {_short(row.get(wrong))}"
 
 
-def _anything(value: JsonValue) -> bool:
-    return True
+def _may_hold(name: str, value: JsonValue) -> bool:
+    """Whether a column may hold a value: samples are numbers, and no integer is beyond a float."""
+    if name.startswith("samples"):
+        return value is None or (isinstance(value, list) and all(map(is_number, value)))
+    held = value.values() if name == "config" and isinstance(value, dict) else [value]
+    return not any(isinstance(each, int) and abs(each) >= 1 << 1023 for each in held)
 
 
 def _short(value: JsonValue) -> str:

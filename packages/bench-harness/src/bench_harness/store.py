@@ -21,7 +21,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NotRequired, TypedDict
+
+import msgspec
 
 from bench_harness import row_checks
 from bench_harness.core import JsonValue, Row
@@ -179,15 +181,8 @@ class Store:
         Raises:
             StoreError: the file is not a list of invocations.
         """
-        found = self._read_json(RUN)
-        if found is None:
-            return []
-        if not isinstance(found, list) or not all(map(_is_invocation, found)):
-            raise StoreError(
-                f"{self.folder / RUN} must be a list of invocations, but got something else. "
-                "Remove it: the rows do not need it."
-            )
-        return found
+        found: list[Row] | None = self._read_json(RUN, list[_Invocation], "a list of invocations")
+        return found or []
 
     def environments(self) -> dict[str, Row]:
         """The machines that measured (``env.json``), by environment id.
@@ -195,44 +190,39 @@ class Store:
         Raises:
             StoreError: the file is not a table of machines.
         """
-        found = self._read_json(ENVIRONMENTS)
-        if found is None:
-            return {}
-        if not isinstance(found, dict) or not all(map(_is_environment, found.values())):
-            raise StoreError(
-                f"{self.folder / ENVIRONMENTS} must be a table of machines, but got something "
-                "else. Remove it: the rows do not need it."
-            )
-        return found
+        shape = dict[str, _Environment]
+        found: dict[str, Row] | None = self._read_json(ENVIRONMENTS, shape, "a table of machines")
+        return found or {}
 
-    def _read_json(self, name: str) -> JsonValue:
-        path = self.folder / name
+    def _read_json(self, name: str, shape: Any, what: str) -> JsonValue:
+        """What a file holds, checked but as it is; None if there is none."""
+        path, remedy = self.folder / name, "Remove it: the rows do not need it."
         try:
             content = read_file(path)
-            return None if content is None else row_checks.shown(json.loads(content))
+            found = None if content is None else row_checks.shown(json.loads(content))
+            msgspec.convert(found, shape | None)
+        except msgspec.ValidationError:
+            text = f"{path} must be {what}, but got something else. {remedy}"
+            raise StoreError(text) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise StoreError(
-                f"{path} must be readable JSON, but got an error: {error}. Remove it: the rows do "
-                "not need it."
-            ) from None
+            text = f"{path} must be readable JSON, but got an error: {error}. {remedy}"
+            raise StoreError(text) from None
+        return found
 
 
-def _is_invocation(value: JsonValue) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("started"), str)
-        and isinstance(value.get("command"), str)
-        and isinstance(cases := value.get("cases", []), list)
-        and all(isinstance(key, str) for key in cases)
-    )
+class _Invocation(TypedDict):
+    started: str
+    command: str
+    cases: NotRequired[list[str]]
 
 
-def _is_environment(value: JsonValue) -> bool:
-    if not isinstance(value, dict):
-        return False
-    gpus = value.get("gpus", [])
-    named = isinstance(gpus, list) and all(isinstance(g, dict) and "name" in g for g in gpus)
-    return named and isinstance(value.get("packages", {}), dict)
+class _Gpu(TypedDict):
+    name: str
+
+
+class _Environment(TypedDict):
+    gpus: NotRequired[list[_Gpu]]
+    packages: NotRequired[dict[str, Any]]
 
 
 class Writer:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from bench_harness.convert import cut
 from bench_harness.workload import Workload, imported, language_model
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def parse_inputs(spec: str, device: torch.device) -> tuple[tuple[Any, ...], dict
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for entry in _entries(spec):
+    for entry in cut(spec, ","):
         named = _NAME.match(entry)
         rest = entry[named.end() :] if named else entry
         if rest.startswith("{") and rest.endswith("}"):
@@ -164,17 +165,6 @@ def parse_inputs(spec: str, device: torch.device) -> tuple[tuple[Any, ...], dict
         else:
             args.append(value)
     return tuple(args), kwargs
-
-
-def _entries(spec: str) -> list[str]:
-    """The entries between commas that are in no braces."""
-    entries, depth, start = [], 0, 0
-    for index, character in enumerate(spec):
-        depth += (character == "{") - (character == "}")
-        if character == "," and depth == 0:
-            entries.append(spec[start:index].strip())
-            start = index + 1
-    return [*entries, spec[start:].strip()]
 
 
 def _tensor(text: str, entry: str, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bench_harness import environment
 from bench_harness.compare import Comparison, Comparisons, cells_of
-from bench_harness.core import JsonValue, Row, plural
+from bench_harness.core import plural
 from bench_harness.progress import STYLES, duration, total_estimate
 from bench_harness.runner import Planned
 
@@ -85,11 +85,11 @@ def summary(report: Report, page: Path, console: Console) -> None:
         line(console, note, style="yellow")
     for section in report.sections:
         for case in section.cases:
-            if case.error is not None:
+            if case["error"] is not None:
                 # Of a case that went on, the error is that of a variant which was left out.
-                status = "skipped" if case.status == "ok" else case.status
+                status = "skipped" if case["status"] == "ok" else case["status"]
                 text = Text(f"{status:<7} ", style=STYLES[status])
-                text.append(f"{case.label}: {case.error}", style="default")
+                text.append(f"{case['label']}: {case['error']}", style="default")
                 console.print(text, no_wrap=True, overflow="ellipsis")
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
@@ -238,24 +238,6 @@ def _why(found: Comparisons, console: Console) -> None:
     if needed:
         more = f"{min(needed)} to {max(needed)}" if min(needed) < max(needed) else f"{needed[0]}"
         line(console, f"About {more} samples in each run would probably tell the rest.")
-
-
-def machine(description: Row, identity: str, console: Console) -> None:
-    """This machine as rows would record it."""
-    grid = Grid.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in {"environment id": identity, **description}.items():
-        grid.add_row(name, Text(_plain(value)))
-    console.print(grid)
-
-
-def _plain(value: JsonValue) -> str:
-    if isinstance(value, dict):
-        return "\n".join(f"{name} {_plain(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return "\n".join(_plain(item) for item in value) or "none"
-    return "none" if value is None else str(value)
 
 
 def _grid(*columns: str, numbers_from: int | None = None) -> Grid:

@@ -312,22 +312,14 @@ def language_model(
         generator=generator,
     )
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if chunked_loss:
-        return Workload(
-            module=module,
-            precision=precision,
-            device=device,
-            loss_of=lambda loss: loss,
-            args=(inputs, targets),
-            model_config=model_config,
-            tokens=tokens,
-        )
     return Workload(
         module=module,
         precision=precision,
         device=device,
-        loss_of=lambda logits: basics_model.cross_entropy(logits, targets),
-        args=(inputs,),
+        loss_of=(lambda loss: loss)
+        if chunked_loss
+        else lambda logits: basics_model.cross_entropy(logits, targets),
+        args=(inputs, targets) if chunked_loss else (inputs,),
         model_config=model_config,
         tokens=tokens,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -37,15 +36,6 @@ def state_keys(
     param.grad = torch.ones_like(param)
     optimizer.step()
     return frozenset(optimizer.state[param])
-
-
-def foreign_hyperparameters(optimizer_cls: type[Optimizer], known: Iterable[str]) -> set[str]:
-    """Names of hyperparameters that other classes of torch's have and ``optimizer_cls`` has not."""
-    names: set[str] = set()
-    for cls in vars(torch.optim).values():
-        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer:
-            names |= set(inspect.signature(cls).parameters) - {"params"}
-    return names - set(known)
 
 
 # --- parameter groups as plain data ---------------------------------------------------------

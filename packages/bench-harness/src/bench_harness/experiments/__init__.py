@@ -19,7 +19,6 @@ ENTRY_POINT_GROUP = "bench_harness.experiments"
 # In the order in which they run and are reported.
 _BUILT_IN = {
     "accounting": "bench_harness.experiments.accounting:Accounting",
-    "precision": "bench_harness.experiments.precision:Precision",
     "model": "bench_harness.experiments.model:Model",
     "memory": "bench_harness.experiments.memory:Memory",
     "attention": "bench_harness.experiments.attention:Attention",

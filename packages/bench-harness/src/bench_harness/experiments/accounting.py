@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -99,6 +99,8 @@ class Accounting(Experiment):
         given = config.get("mesh", {} if config["coursework"] else None)
         if given is None:
             return sizes
+        from bench_harness.mesh_accounting import mesh_rows
+
         return [*sizes, *mesh_rows(given, config["device_gb"], config["shard_device_gb"])]
 
     def work_s(self, case: Case) -> float:
@@ -174,32 +176,3 @@ def size_row(name: SizeName, config: Any) -> Row:
         "residual_mib": batch * sequence * model.d_model * 4 / 2**20,
         "traffic_gb": step_traffic(numel, world_size=world_size, stage=0) / GB,
     }
-
-
-def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float) -> list[Row]:
-    """A mesh problem: memory of one device, sharded memory, compute-bound batch, times, limits.
-
-    Args:
-        given: names of :func:`bench_harness.mesh_accounting.described`.
-        device_gb: memory of one GPU in GB.
-        shard_device_gb: memory of one device of the mesh in GB.
-    """
-    from bench_harness import mesh_accounting
-
-    model, mesh, tokens = mesh_accounting.described(given)
-    ranks = mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb)
-    memory = mesh_accounting.training_memory(model, device_gb=device_gb)
-    derived = {name.replace("_", " "): d for name, d in memory.items()}
-    derived[f"fewest devices of {shard_device_gb:g} GB, weights only"] = ranks
-    derived["memory per device then"] = mesh_accounting.fsdp_memory(model, ranks=int(ranks.value))
-    derived[f"fewest devices of {shard_device_gb:g} GB, 1024 tokens each"] = (
-        mesh_accounting.fsdp_ranks(model, device_gb=shard_device_gb, tokens=1024)
-    )
-    for concurrent, how in ((False, "transfers in turn"), (True, "transfers at once")):
-        batch = mesh_accounting.compute_bound_batch(model, mesh=mesh, concurrent=concurrent)
-        for name, d in batch.items():
-            derived[f"compute-bound batch, {name.replace('_', ' ')}, {how}"] = d
-    derived |= mesh_accounting.fewest_tokens(model, mesh=mesh)
-    derived |= mesh_accounting.ring_step(model, mesh=mesh, tokens=tokens)
-    derived |= mesh_accounting.ring_limits(model, mesh=mesh, tokens=tokens)
-    return [{"variant": name, "kind": "mesh", **d._asdict()} for name, d in derived.items()]

@@ -127,7 +127,7 @@ class Attention(Experiment):
     """Implementations of attention on a grid of problems."""
 
     name: ClassVar[str] = "attention"
-    summary: ClassVar[str] = "Attention kernels: time, throughput, memory kept for backward, errors"
+    summary: ClassVar[str] = "Attention kernels: time, memory, errors"
     guide: ClassVar[str] = (
         "Compares implementations of attention: each is first compared with an fp32 reference on "
         "the problem that is timed, then its passes are timed in turns with the others. One that "
@@ -212,7 +212,7 @@ class Attention(Experiment):
         return float(5 + 4 * count + 0.3 * cells + timed + 12 * compiled * cells / count)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """The grid with all statistics, medians, the cost of features, cells without memory."""
+        """The grid with all statistics, medians, the cost of features."""
         return _tables(rows)
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
@@ -364,7 +364,7 @@ _ERRORS = "error_out error_grad error_dq error_dk error_dv error_dsinks error_db
 
 
 def _tables(rows: pd.DataFrame) -> list[Table]:
-    """The grid, medians by pass and by variant, and the smallest problem that ran out of memory."""
+    """The grid, medians by pass and by variant, and what features cost."""
     frame = _frame(rows)
     if "flops" in frame:
         # A case's first variant is the reference of its speedups.
@@ -384,7 +384,7 @@ def _tables(rows: pd.DataFrame) -> list[Table]:
         f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
     )
     done = row_tables.finished(frame)
-    return [grid, *_medians(done), *_against(done), *_features(done), *_out_of_memory(frame)]
+    return [grid, *_medians(done), *_against(done), *_features(done)]
 
 
 def _frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -408,10 +408,12 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
     if (frame["kv_heads"] == frame["heads"]).all():
         frame["kv_heads"] = None
-    if "plan" in frame:
-        frame["tier"] = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
     if "ran" in frame:
         frame["kernel"] = frame["ran"].where(frame["variant"].str.startswith("sdpa"))
+        frame["tier"] = frame["ran"].where(frame["variant"].str.startswith("flashattn-triton"))
+    if "plan" in frame:  # as rows said it before
+        tier = frame["plan"].map(lambda plan: plan["tier"], na_action="ignore")
+        frame["tier"] = tier if "tier" not in frame else frame["tier"].where(tier.isna(), tier)
     if "varied" in frame and "first_ms" in frame:
         frame["first_time_ms"] = frame["first_ms"].where(frame["varied"].notna())
     if "flops" in frame:
@@ -536,57 +538,6 @@ def _features(done: pd.DataFrame) -> list[Table]:
         "two is not steady."
     )
     return [_COLUMNS.table("Attention features", wide.reset_index(), lines, note, shown)]
-
-
-def _out_of_memory(frame: pd.DataFrame) -> list[Table]:
-    """Every tensor of the smallest problem on which naive attention ran out of memory."""
-    import pandas as pd
-
-    failed = frame[(frame["status"] == "oom") & frame["variant"].str.contains("naive")]
-    if failed.empty:
-        return []
-    # A case of several lengths ends at the longest.
-    smallest = failed.sort_values(["longest", "head_dim"]).iloc[0]
-    problem = Problem(
-        batch=int(smallest["batch"]),
-        heads=int(smallest["heads"]),
-        kv_heads=int(smallest["heads"]),
-        sequence=int(smallest["longest"]),
-        head_dim=int(smallest["head_dim"]),
-        value_head_dim=int(smallest["head_dim"]),
-        dtype=smallest["dtype"],
-        causal=smallest["mask"] == "causal",
-    )
-    return [
-        Table(
-            "Memory of the smallest cell that ran out",
-            pd.DataFrame(accounting(problem)),
-            f"Batch {problem.batch}, {problem.heads} heads, sequence {problem.sequence}, head_dim "
-            f"{problem.head_dim}, {problem.dtype} elements.",
-        )
-    ]
-
-
-def accounting(problem: Problem) -> list[dict[str, Any]]:
-    """Every tensor of one naive forward and backward pass, with its formula."""
-    size = 4 if problem.dtype == "fp32" else 2
-    scores = size * problem.batch * problem.heads * problem.sequence**2
-    rows = size * problem.batch * problem.heads * problem.sequence * problem.head_dim
-    entries = [
-        ("query, key, value", "3·B·H·S·D", 3 * rows),
-        ("their gradients", "3·B·H·S·D", 3 * rows),
-        ("scores, during forward", "B·H·S²", scores),
-        ("mask, saved", "S² (1 byte)", problem.causal * problem.sequence**2),
-        ("softmax output, saved", "B·H·S²", scores),
-        ("output and its gradient", "2·B·H·S·D", 2 * rows),
-        ("gradient of the softmax output", "B·H·S²", scores),
-        ("that gradient times the output", "B·H·S²", scores),
-        ("gradient of the scores", "B·H·S²", scores),
-    ]
-    return [
-        {"tensor": tensor, "elements": formula, "size (MiB)": round(size / 2**20, 1)}
-        for tensor, formula, size in entries
-    ]
 
 
 def _figures(rows: pd.DataFrame) -> list[Figure]:

@@ -170,18 +170,15 @@ class Problem:
         return of_pass(name_of_pass, inputs + output, 2 * inputs + 2 * output)
 
     def predicted_bytes(self) -> Row:
-        """What naive attention keeps for backward, and what it needs at its peak.
+        """What naive attention keeps for backward.
 
-        Saved: the softmax output (B·H·S²), which both the softmax and the second product need; a
-        causal mask (S² booleans); the output (B·H·S·E). Query, key and value exist anyway. The peak
-        of backward adds three more B·H·S² matrices: the gradient of the softmax output, its product
-        with that output, which PyTorch's softmax computes first, and the gradient of the scores.
+        The softmax output (B·H·S²), which both the softmax and the second product need; a causal
+        mask (S² booleans); the output (B·H·S·E). Query, key and value exist anyway.
         """
         size = 4 if self.dtype == "fp32" else 2
         scores = self.batch * self.heads * self.sequence**2 * size
         output = self.batch * self.heads * self.sequence * self.value_head_dim * size
-        saved = scores + self.causal * self.sequence**2 + output
-        return {"predicted_saved_bytes": saved, "predicted_peak_bytes": saved + 3 * scores}
+        return {"predicted_saved_bytes": scores + self.causal * self.sequence**2 + output}
 
     @property
     def name(self) -> str:
@@ -428,10 +425,10 @@ class Attempts:
                 self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
                 if name.startswith("naive") and self.problem.is_plain:
                     self.about[name] |= self.problem.predicted_bytes()
-                if name.startswith("flashattn-triton"):
-                    self.about[name] |= _plan(name, self.problem, self.tensors, self.settings)
-                if kernel := ran(name, *self.tensors[:3], **self.settings):
-                    self.about[name]["ran"] = kernel
+                if not self.problem.lengths:
+                    options = self.problem.options()
+                    kernel = ran(name, self.tensors[:3], options, self.settings)
+                    self.about[name] |= {} if kernel is None else {"ran": kernel}
 
     def passes(self, name: str, wanted: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The passes of an implementation; backward alone reuses one graph."""
@@ -472,26 +469,6 @@ def _call(
             "of variants."
         ) from error
     return lambda: attend(*tensors[:3], **settings)
-
-
-def _plan(
-    name: str, problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
-) -> Row:
-    """Which tier of flashattn-triton runs, and why, as ``flashattn_triton.choose`` says.
-
-    Nothing for packed sequences.
-    """
-    from flashattn_triton import choose
-    from flashattn_triton.mask_and_bias import NAMES
-
-    if problem.lengths:
-        return {}
-    named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
-    asked: Any = named.get(name.rpartition("-")[2], "auto")
-    given = tuple(each for each in NAMES if each in settings)
-    query, key, value, _ = tensors
-    found = choose(query, key, value, problem.options(), implementation=asked, tensors=given)
-    return {"plan": {"tier": found.tier, "why": found.reason}, "ran": found.tier}
 
 
 def _saved_bytes(

@@ -6,9 +6,11 @@ PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
@@ -19,7 +21,10 @@ from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
     from matplotlib.figure import Figure as MatplotlibFigure
+
+    from bench_harness.traces.allocations import MemoryEvent
 
 MODES = ("forward", "step")
 PHASES = ("model", FIRST, "forward", "backward", "optimizer")
@@ -110,14 +115,13 @@ class Memory(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Records one pass, from the building of the model on."""
-        from bench_harness.experiments.memory_recording import record
         from bench_harness.traces import allocations
         from bench_harness.workload import device_of
 
         config = case.config
         device = device_of(config["device"])
         progress("recording")
-        events = record(config, device, Path(SNAPSHOT))
+        events = _of_cuda(config, device) if device.type == "cuda" else _of_cpu(config, device)
         facts = _facts(config)
         phases = [p for p in PHASES if any(event.phase == p for event in events)]
         by_phase = allocations.peaks(events, phases)
@@ -304,6 +308,82 @@ def _facts(config: Mapping[str, Any]) -> Row:
     shape = language_model_config(config)
     residual = config["batch"] * config["sequence"] * shape.d_model * 4
     return {**shape_row(shape), "residual_bytes": residual}
+
+
+def _of_cpu(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
+    """The allocations of a pass, by the memory events of the profiler."""
+    from bench_harness.traces import kineto
+    from bench_harness.traces.allocations import from_profile
+    from bench_harness.traces.trace import phase
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "memory.json"
+        with kineto.recording(path, device, memory=True):
+            _pass(config, device, lambda name: phase(name, device))
+        return from_profile(path)
+
+
+def _of_cuda(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
+    """The allocations of a pass, by the caching allocator's own history, which is also dumped."""
+    import torch
+
+    from bench_harness.traces.allocations import NO_PHASE, from_cuda_history
+
+    # Boundaries are lengths of the history: they need no clock to agree with the allocator's.
+    boundaries: list[tuple[str, int]] = []
+
+    def entries() -> list[dict[str, Any]]:
+        traces: list[list[dict[str, Any]]] = torch.cuda.memory._snapshot()["device_traces"]
+        return traces[device.index or 0]
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        boundaries.append((name, len(entries())))
+        yield
+        boundaries.append((NO_PHASE, len(entries())))
+
+    torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
+    try:
+        _pass(config, device, mark)
+        torch.cuda.synchronize(device)
+        events = from_cuda_history(entries(), boundaries, outermost=_pass.__name__)
+        torch.cuda.memory._dump_snapshot(SNAPSHOT)
+        return events
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _pass(
+    config: Mapping[str, Any],
+    device: torch.device,
+    mark: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    """Builds the model and runs one pass.
+
+    Args:
+        mark: everything that is allocated inside belongs to the phase of that name.
+    """
+    import torch
+
+    from bench_harness.training.build import plain, training
+
+    with ExitStack() as stack:
+        with mark("model"):
+            steps = stack.enter_context(training(plain(config), config, device))
+        if config["mode"] == "forward":
+            with mark("forward"), torch.no_grad():
+                steps.workload.loss()
+            return
+        if config["second_step"]:
+            with mark(FIRST):
+                steps.step()
+                steps.optimizer.zero_grad(set_to_none=True)
+        with mark("forward"):
+            loss = steps.workload.loss()
+        with mark("backward"):
+            steps.backward(loss)
+        with mark("optimizer"):
+            steps.update()
 
 
 def _draw(line: Row) -> MatplotlibFigure:

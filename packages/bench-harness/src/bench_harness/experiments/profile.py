@@ -276,7 +276,8 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
         if not totals:
             continue
         by_kind = {
-            kind: sum(total.total_ns for total in totals if total.kind == kind) for kind in _KINDS
+            kind: sum(total["total_ms"] for total in totals if total["work"] == kind)
+            for kind in _KINDS
         }
         busy = sum(by_kind.values())
         rows.append(
@@ -286,17 +287,17 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
                 "phase": phase,
                 **facts,
                 "window_ms": sum(end - start for start, end in windows) / 1e6,
-                "busy_ms": busy / 1e6,
-                **{_column(kind): ns / 1e6 for kind, ns in by_kind.items()},
+                "busy_ms": busy,
+                **{_column(kind): time for kind, time in by_kind.items()},
                 "matmul_share": 100 * by_kind["matmul"] / busy if busy else 0.0,
                 "fused_share": 100 * by_kind["fused attention"] / busy if busy else 0.0,
-                "kernel": totals[0].name,
-                "count": totals[0].count,
+                "kernel": totals[0]["kernel"],
+                "count": totals[0]["count"],
             }
         )
         shown = (
             totals[:_SHOWN_KERNELS]
-            + [total for total in totals[_SHOWN_KERNELS:] if total.kind == "other"][:5]
+            + [total for total in totals[_SHOWN_KERNELS:] if total["work"] == "other"][:5]
         )
         rows += [
             {
@@ -304,11 +305,7 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
                 "kind": "kernel",
                 "phase": phase,
                 "rank": number,
-                "kernel": total.name,
-                "work": total.kind,
-                "count": total.count,
-                "total_ms": total.total_ns / 1e6,
-                "share": 100 * total.share,
+                **total,
             }
             for number, total in enumerate(shown, start=1)
         ]

@@ -109,7 +109,7 @@ class TrainStep(Experiment):
     """Step time, exposed communication and memory of ways to train."""
 
     name: ClassVar[str] = "train-step"
-    summary: ClassVar[str] = "Ways to train: step time, exposed communication, memory at moments"
+    summary: ClassVar[str] = "Ways to train: step time, overlap, memory"
     guide: ClassVar[str] = (
         "Times training steps of every variant in turns, in blocks that are not synchronised "
         "inside, after its losses and weights have been proven to be those of plain averaging. A "

@@ -26,7 +26,7 @@ _Shown = TypeVar("_Shown")
 #: What is measured comes first, then what is calculated or explained, then experiments of others.
 _FIRST = (
     *("train-step", "model", "memory", "profile", "attention", "allreduce"),
-    *("accounting", "precision"),
+    "accounting",
 )
 
 #: Damaged lines and cases that a report names one by one.
@@ -34,50 +34,31 @@ _NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseLine:
-    """How one case ended.
-
-    Attributes:
-        status: of the case; "error" or "timeout" if one of its variants ended so.
-        error: why the case, or which variant of it and why, was not measured.
-        warnings: what makes its figures doubtful, as a throttled GPU.
-        artifacts: files that it left, relative to the run folder.
-    """
-
-    experiment: str
-    label: str
-    status: str
-    seconds: float
-    error: str | None
-    detail: str | None
-    environment: str
-    warnings: list[str]
-    artifacts: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Section:
     """One experiment's part of the report.
 
     Attributes:
+        cases: how each ended: what its rows say of it, ``status`` ("error" or "timeout" if one of
+            its variants ended so), ``error`` with the variant's name, ``warnings``, as of a slowed
+            GPU, and ``artifacts``, the files that it left, relative to the run folder.
         problems: tables or pictures that could not be made, and why.
     """
 
     name: str
     summary: str
-    cases: list[CaseLine]
+    cases: list[Row]
     tables: list[Table]
     figures: list[Figure]
     problems: list[str]
 
     def count(self, *statuses: str) -> int:
         """Cases with one of the statuses."""
-        return sum(case.status in statuses for case in self.cases)
+        return sum(case["status"] in statuses for case in self.cases)
 
     @property
     def seconds(self) -> float:
         """Wall time of all cases."""
-        return sum(case.seconds for case in self.cases)
+        return sum(float(case["seconds"]) for case in self.cases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +88,7 @@ class Report:
     @property
     def title(self) -> str:
         """What was measured: the one case, or the experiments."""
-        labels = [case.label for section in self.sections for case in section.cases]
+        labels = [case["label"] for section in self.sections for case in section.cases]
         return labels[0] if len(labels) == 1 else ", ".join(each.name for each in self.sections)
 
     @property
@@ -118,7 +99,7 @@ class Report:
     @property
     def counts(self) -> Counter[str]:
         """Cases by status."""
-        return Counter(case.status for section in self.sections for case in section.cases)
+        return Counter(case["status"] for section in self.sections for case in section.cases)
 
 
 def build(store: Store) -> Report:
@@ -240,11 +221,10 @@ def where(error: Exception) -> str:
     return f"{text} ({frame.name}, line {frame.lineno})"
 
 
-def _line(rows: list[Row], folder: Path) -> CaseLine:
+def _line(rows: list[Row], folder: Path) -> Row:
     row = rows[0]
     statuses = [each["status"] for each in rows]
     order = ("error", "timeout", "ok")
-    worst = next((each for each in order if each in statuses), statuses[0])
     # Without a variant the error is the case's own, and its only row.
     errors = [
         f"{each['variant']} {each['status']}: {each['error']}"
@@ -255,17 +235,13 @@ def _line(rows: list[Row], folder: Path) -> CaseLine:
     ]
     files = sorted(Store(folder).subfolder(ARTIFACTS, row["case_key"]).glob("*"))
     left = [file for file in files if not file.is_symlink()]
-    return CaseLine(
-        experiment=row["experiment"],
-        label=row["label"],
-        status=worst,
-        seconds=row["seconds"],
-        error="; ".join(dict.fromkeys(errors)) or None,
-        detail=row["detail"],
-        environment=row["environment"],
-        warnings=_warnings(row.get("machine_before"), row.get("machine_after")),
-        artifacts=[file.relative_to(folder).as_posix() for file in left],
-    )
+    return {
+        **{name: row[name] for name in ("experiment", "label", "seconds", "detail", "environment")},
+        "status": next((each for each in order if each in statuses), statuses[0]),
+        "error": "; ".join(dict.fromkeys(errors)) or None,
+        "warnings": _warnings(row.get("machine_before"), row.get("machine_after")),
+        "artifacts": [file.relative_to(folder).as_posix() for file in left],
+    }
 
 
 def _warnings(before: JsonValue, after: JsonValue) -> list[str]:

@@ -108,7 +108,7 @@ def as_json(report: Report, page: Path) -> Row:
         "report": str(page),
         "notes": report.notes,
         "cases": [
-            {name: getattr(case, name) for name in shown}
+            {name: case[name] for name in shown}
             for section in report.sections
             for case in section.cases
         ],

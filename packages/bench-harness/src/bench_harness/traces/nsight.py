@@ -33,6 +33,11 @@ _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _NVTX = "NVTX_EVENTS"
 #: ``NvtxPushPopRange`` in the export's own enumeration.
 _PUSH_POP = 59
+#: Where a span ran, as two numbers: GPU and stream, or process and thread, which the export packs
+#: into an id of 24 bits each, thread lowest.
+_STREAM = "e.deviceId, e.streamId"
+_PROCESS = "(globalPid >> 24) & 16777215"
+_THREAD = "(e.globalTid >> 24) & 16777215, e.globalTid & 16777215"
 #: Environment variables that a recorded program keeps.
 _KEPT = frozenset(
     {
@@ -204,25 +209,42 @@ def load(path: Path, device: int | None = None) -> Trace:
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         columns = _schema(database)
         kernels: list[Event] = []
-        processes: set[int] | None = None
         if _KERNELS in columns:
-            kernels, processes = _kernels(database, columns[_KERNELS], device)
+            named = "JOIN StringIds s ON s.id = e.demangledName ORDER BY e.start"
+            kernels = _events(database, _KERNELS, "s.value", _STREAM, named)
+        if device is not None:
+            kernels = [kernel for kernel in kernels if kernel.thread[0] == device]
         if not kernels:
             where = "" if device is None else f" of GPU {device}"
             raise NsightError(
                 f"a report must hold kernels{where}, but got none in {path}. Trace a program that "
                 "uses the GPU, with -t cuda."
             )
-        launches = _launches(database, processes) if _RUNTIME in columns else {}
-        copies = [c for table in _COPIES if table in columns for c in _copies(database, table)]
+        launches: list[Event] = []
+        if _RUNTIME in columns:
+            named = "JOIN StringIds s ON s.id = e.nameId"
+            launches = _events(database, _RUNTIME, "s.value", _THREAD, named)
+        copies = [
+            copy
+            for table in _COPIES
+            if table in columns
+            for copy in _events(database, table, f"'{table}'", _STREAM)
+            if device is None or copy.thread[0] == device
+        ]
+        ranges = _ranges(database, columns.get(_NVTX, set()))
+        if device is not None and "globalPid" in columns[_KERNELS]:
+            query = f"SELECT DISTINCT {_PROCESS} FROM {_KERNELS} WHERE deviceId = ?"  # noqa: S608
+            processes = {process for (process,) in database.execute(query, (device,))}
+            launches = [each for each in launches if each.thread[0] in processes]
+            ranges = [each for each in ranges if each.thread[0] in processes]
         return Trace(
             on_device=True,
             compute=[k for k in kernels if not is_communication(k.name)],
             communication=[k for k in kernels if is_communication(k.name)],
             operators=kernels,
-            copies=[c for c in copies if device is None or c.thread[0] == device],
-            ranges=_ranges(database, columns.get(_NVTX, set()), processes),
-            launches=launches,
+            copies=copies,
+            ranges=ranges,
+            launches={each.correlation: each for each in launches if each.correlation is not None},
         )
 
 
@@ -241,86 +263,49 @@ def devices(path: Path) -> list[int]:
 
 def _schema(database: sqlite3.Connection) -> dict[str, set[str]]:
     """Columns of every table."""
-    tables = [
-        str(name)
-        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    ]
-    return {
-        table: {
-            str(name)
-            for (name,) in database.execute("SELECT name FROM pragma_table_info(?)", (table,))
-        }
-        for table in tables
-    }
-
-
-def _kernels(
-    database: sqlite3.Connection, columns: set[str], wanted: int | None
-) -> tuple[list[Event], set[int] | None]:
-    """Kernels, and the processes that launched them; None where those are not to be told apart."""
-    process = "k.globalPid" if "globalPid" in columns else "0"
-    rows = list(
-        database.execute(
-            "SELECT s.value, k.start, k.end, k.deviceId, k.streamId, k.correlationId, "  # noqa: S608
-            f"{process} FROM CUPTI_ACTIVITY_KIND_KERNEL k "
-            "JOIN StringIds s ON s.id = k.demangledName ORDER BY k.start"
-        )
+    query = (
+        "SELECT m.name, c.name FROM sqlite_master m JOIN pragma_table_info(m.name) c "
+        "WHERE m.type = 'table'"
     )
-    kept = [row for row in rows if wanted is None or row[3] == wanted]
-    events = [
-        Event(str(name), start, end, (device, stream), end - start, correlation)
-        for name, start, end, device, stream, correlation, _ in kept
-    ]
-    apart = wanted is not None and "globalPid" in columns
-    return events, {_thread(row[6])[0] for row in kept} if apart else None
+    found: dict[str, set[str]] = {}
+    for table, column in database.execute(query):
+        found.setdefault(table, set()).add(column)
+    return found
 
 
-def _launches(database: sqlite3.Connection, processes: set[int] | None) -> dict[int, Event]:
-    rows = database.execute(
-        "SELECT s.value, r.start, r.end, r.globalTid, r.correlationId "
-        "FROM CUPTI_ACTIVITY_KIND_RUNTIME r JOIN StringIds s ON s.id = r.nameId"
-    )
-    return {
-        correlation: Event(str(name), start, end, _thread(thread), end - start, correlation)
-        for name, start, end, thread, correlation in rows
-        if processes is None or _thread(thread)[0] in processes
-    }
-
-
-def _copies(database: sqlite3.Connection, table: str) -> list[Event]:
-    rows = database.execute(
-        f"SELECT start, end, deviceId, streamId, correlationId FROM {table}"  # noqa: S608
-    )
-    return [
-        Event(table, start, end, (device, stream), end - start, correlation)
-        for start, end, device, stream, correlation in rows
-    ]
-
-
-def _ranges(
-    database: sqlite3.Connection, columns: set[str], processes: set[int] | None
+def _events(
+    database: sqlite3.Connection, table: str, name: str, thread: str, more: str = ""
 ) -> list[Event]:
+    """The spans of a table, called ``e``.
+
+    Args:
+        name, thread: what to select as such; the latter is two numbers.
+        more: the rest of the query.
+    """
+    query = f"SELECT {name}, e.start, e.end, {thread}, e.correlationId FROM {table} e {more}"  # noqa: S608
+    return [
+        Event(str(text), start, end, (one, two), end - start, correlation)
+        for text, start, end, one, two, correlation in database.execute(query)
+    ]
+
+
+def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
     """Push/pop ranges; a name is inline text or, where registered, an id of a string."""
     if not columns:
         return []
     registered = "textId" in columns
-    text = "coalesce(n.text, s.value)" if registered else "n.text"
-    join = "LEFT JOIN StringIds s ON s.id = n.textId " if registered else ""
+    text = "coalesce(e.text, s.value)" if registered else "e.text"
+    join = "LEFT JOIN StringIds s ON s.id = e.textId " if registered else ""
     rows = database.execute(
-        f"SELECT {text}, n.start, n.end, n.globalTid FROM NVTX_EVENTS n {join}"  # noqa: S608
-        "WHERE n.eventType = ? AND n.end IS NOT NULL ORDER BY n.start",
+        f"SELECT {text}, e.start, e.end, {_THREAD} FROM {_NVTX} e {join}"  # noqa: S608
+        "WHERE e.eventType = ? AND e.end IS NOT NULL ORDER BY e.start",
         (_PUSH_POP,),
     )
     return [
-        Event(str(name), start, end, _thread(thread), end - start)
-        for name, start, end, thread in rows
-        if name is not None and (processes is None or _thread(thread)[0] in processes)
+        Event(str(name), start, end, (process, thread), end - start)
+        for name, start, end, process, thread in rows
+        if name is not None
     ]
-
-
-def _thread(global_tid: int) -> tuple[int, int]:
-    """Process and thread from the export's packed id: 24 bits each, thread lowest."""
-    return (global_tid >> 24) & 0xFFFFFF, global_tid & 0xFFFFFF
 
 
 def _main(function: str, settings: str, finished: str) -> None:

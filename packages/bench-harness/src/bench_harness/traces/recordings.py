@@ -9,7 +9,6 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from bench_harness.core import Column, Row, Table, Timelines
@@ -18,11 +17,10 @@ from bench_harness.display.timelines import timelines
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank, over_ranks
-from bench_harness.traces.trace import KernelTotal, Trace, kernel_totals
+from bench_harness.traces.trace import Trace, kernel_totals
 
 #: Kinds of work by their columns.
 _WORK = {"matmul": "matmul", "fused": "fused attention", "moved": "communication", "other": "other"}
-_GATHERS = ("gathers", "late_gathers", "late_ms", "latest_gathers")
 _COLUMNS = row_tables.Columns(
     Column("steps", "steps", "count"),
     Column("step_ms", "per step", "ms"),
@@ -40,29 +38,12 @@ _READ = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """One rank's recording.
-
-    Attributes:
-        name: of the file, and of the GPU where a file holds several.
-        tool: that recorded it.
-        spans: what the kernel table counts.
-        kernels: totals, longest first.
-        steps: how many steps the recording says it holds; 1 if it says nothing.
-        communication: as :func:`bench_harness.traces.step.over_ranks` says it, and ``window_ms``.
-    """
-
-    name: str
-    tool: str
-    spans: str
-    kernels: list[KernelTotal]
-    steps: int
-    communication: Row
-
-
-def load(path: Path) -> list[Recording]:
+def load(path: Path) -> list[Row]:
     """Reads a file; one recording per GPU that it holds.
+
+    Returns:
+        Of each its name (``recording``), ``tool``, ``steps`` (1 if it says nothing), ``window_ms``,
+        its ``kernels``, and what :func:`bench_harness.traces.step.over_ranks` says.
 
     Raises:
         ValueError: the file cannot be read, or is of another tool or version; one line.
@@ -92,7 +73,7 @@ def load(path: Path) -> list[Recording]:
         ) from None
 
 
-def _exported(path: Path) -> list[Recording]:
+def _exported(path: Path) -> list[Row]:
     """A report of Nsight Systems, by way of an export that ``nsys`` makes."""
     if shutil.which("nsys") is None:
         raise ValueError(
@@ -103,7 +84,7 @@ def _exported(path: Path) -> list[Recording]:
         return _nsight(nsight.export(path, Path(folder) / "export.sqlite"), path.name)
 
 
-def _nsight(path: Path, name: str) -> list[Recording]:
+def _nsight(path: Path, name: str) -> list[Row]:
     devices = nsight.devices(path)
     if len(devices) < 2:
         return [_timed(nsight.load(path), name, "Nsight Systems")]
@@ -113,7 +94,7 @@ def _nsight(path: Path, name: str) -> list[Recording]:
     ]
 
 
-def _json(path: Path) -> list[Recording]:
+def _json(path: Path) -> list[Row]:
     content = kineto.content(path)
     events = content.get("traceEvents") if isinstance(content, Mapping) else None
     if not isinstance(events, list):
@@ -130,7 +111,7 @@ def _json(path: Path) -> list[Recording]:
     return [_timed(kineto.load(path), name, "torch.profiler")]
 
 
-def _timed(trace: Trace, name: str, tool: str) -> Recording:
+def _timed(trace: Trace, name: str, tool: str) -> Row:
     """A recording of a trace: sums over the whole of it."""
     busy = [event.interval for event in [*trace.compute, *trace.communication]]
     if not busy:
@@ -141,25 +122,22 @@ def _timed(trace: Trace, name: str, tool: str) -> Recording:
     steps = sum(each.name.startswith(_STEP) for each in trace.ranges)
     window: Interval = min(start for start, _ in busy), max(end for _, end in busy)
     spans = "GPU kernels" if trace.on_device else "host operators (CPU)"
-    return Recording(
-        name=name,
-        tool=tool,
-        spans=spans,
-        kernels=kernel_totals(trace, [window]),
-        steps=max(1, steps),
-        communication={
-            "window_ms": (window[1] - window[0]) / 1e6,
-            **over_ranks([of_rank(trace, window, spans)]),
-        },
-    )
+    return {
+        "recording": name,
+        "tool": tool,
+        "steps": max(1, steps),
+        "window_ms": (window[1] - window[0]) / 1e6,
+        "kernels": kernel_totals(trace, [window]),
+        **over_ranks([of_rank(trace, window, spans)]),
+    }
 
 
-def timelines_of(recordings: Sequence[Recording]) -> Timelines:
+def timelines_of(recordings: Sequence[Row]) -> Timelines:
     """The recordings on one time axis."""
-    return timelines({each.name: each.communication["timeline"] for each in recordings})
+    return timelines({each["recording"]: each["timeline"] for each in recordings})
 
 
-def tables(recordings: Sequence[Recording], *, most: int = 15) -> list[Table]:
+def tables(recordings: Sequence[Row], *, most: int = 15) -> list[Table]:
     """Time per recording, work by kind, the longest kernels, late gathers.
 
     Args:
@@ -168,12 +146,8 @@ def tables(recordings: Sequence[Recording], *, most: int = 15) -> list[Table]:
     import pandas as pd
 
     every = pd.DataFrame(_summary(each) for each in recordings)
-    kernels = pd.DataFrame(
-        {"recording": each.name, "kernel": kernel.name, "work": kernel.kind, "count": kernel.count}
-        | {"total_ms": kernel.total_ns / 1e6, "share": 100 * kernel.share}
-        for each in recordings
-        for kernel in each.kernels[:most]
-    )
+    listed = [{**each, "kernels": each["kernels"][:most]} for each in recordings]
+    kernels = row_tables.entries(pd.DataFrame(listed), "kernels", "recording")
     time = "tool spans steps step_ms computing_ms communication_ms exposed_ms hidden idle_ms"
     made = [
         _COLUMNS.table("Time", every, f"recording {time}"),
@@ -195,24 +169,20 @@ def tables(recordings: Sequence[Recording], *, most: int = 15) -> list[Table]:
     return [table for table in made if len(table.frame)]
 
 
-def _summary(recording: Recording) -> Row:
+def _summary(recording: Row) -> Row:
     """What a recording says of one of its steps, on average, and of its gathers."""
-    found, steps = recording.communication, recording.steps
-    computing = found["window_ms"] - found["exposed_ms"] - found["idle_ms"]
-    times = {name: found[name] for name in ("communication_ms", "exposed_ms", "idle_ms")}
-    times |= {"step_ms": found["window_ms"], "computing_ms": computing}
-    ratio = found["overlap_ratio"]
+    steps, kernels = recording["steps"], recording["kernels"]
+    times = {name: recording[name] for name in ("communication_ms", "exposed_ms", "idle_ms")}
+    times["step_ms"] = recording["window_ms"]
+    times["computing_ms"] = times["step_ms"] - times["exposed_ms"] - times["idle_ms"]
+    ratio = recording["overlap_ratio"]
     return {
-        **{name: found[name] for name in _GATHERS if name in found},
+        **recording,
         **{name: time / steps for name, time in times.items()},
         **{
-            key: 100 * sum(kernel.share for kernel in recording.kernels if kernel.kind == work)
+            key: sum(kernel["share"] for kernel in kernels if kernel["work"] == work)
             for key, work in _WORK.items()
         },
-        "recording": recording.name,
-        "tool": recording.tool,
-        "spans": recording.spans,
-        "steps": steps,
         "hidden": None if ratio is None else 100 * ratio,
-        "kernels": sum(kernel.count for kernel in recording.kernels),
+        "kernels": sum(kernel["count"] for kernel in kernels),
     }

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval, Overlap, overlap, union
 
 if TYPE_CHECKING:
@@ -155,21 +156,13 @@ def short_name(kernel: str) -> str:
     return own
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTotal:
-    """All runs of one kernel (or operator) inside some windows."""
-
-    name: str
-    kind: str
-    count: int
-    total_ns: int
-    share: float
-
-
-def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[KernelTotal]:
-    """Cumulative time per kernel inside the windows, longest first.
+def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[Row]:
+    """All runs of each kernel, or operator, inside the windows, longest first.
 
     On a CPU the times are operators' own, nested operators left out.
+
+    Returns:
+        ``kernel``, ``work`` (:func:`kind`), ``count``, ``total_ms``, and ``share`` of all in %.
     """
     counts: dict[str, int] = defaultdict(int)
     totals: dict[str, int] = defaultdict(int)
@@ -179,13 +172,8 @@ def kernel_totals(trace: Trace, windows: Sequence[Interval]) -> list[KernelTotal
             totals[event.name] += event.self_ns
     everything = sum(totals.values()) or 1
     return [
-        KernelTotal(
-            name=name,
-            kind=kind(name),
-            count=counts[name],
-            total_ns=totals[name],
-            share=totals[name] / everything,
-        )
+        {"kernel": name, "work": kind(name), "count": counts[name]}
+        | {"total_ms": totals[name] / 1e6, "share": 100 * totals[name] / everything}
         for name in sorted(totals, key=lambda name: -totals[name])
     ]
 

@@ -13,36 +13,12 @@ import ast
 import re
 from typing import Any
 
+from bench_harness.convert import cut
+
 _CALL = re.compile(r"(?P<name>[A-Za-z_][\w.:-]*(?: [A-Za-z]\w*)?)\s*(?:\((?P<arguments>.*)\))?")
 _SETTING = re.compile(r"(?P<name>[A-Za-z_]\w*)\s*=\s*(?P<value>.*)", re.DOTALL)
 _WORD = re.compile(r"[\w.:+-]+")
 _WORDS = {"true": True, "false": False, "none": None}
-_OPENING, _CLOSING, _QUOTES = "([", ")]", "'\""
-
-
-def cut(text: str, at: str) -> list[str]:
-    """The parts of a text between a character, where it stands outside of brackets and quotes.
-
-    Raises:
-        ValueError: a bracket or a quote is not closed.
-    """
-    parts, depth, quote = [""], 0, ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in _QUOTES:
-            quote = character
-        else:
-            depth += (character in _OPENING) - (character in _CLOSING)
-        if character == at and not depth and not quote:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth or quote:
-        raise ValueError(
-            f"variant must close what it opens, but got {text!r}. Add the bracket or the quote."
-        )
-    return [part.strip() for part in parts]
 
 
 def split(text: str) -> list[str]:

@@ -30,8 +30,6 @@ def bucketed(
     module: nn.Module,
     *,
     comm_hook: Literal["collectives", "auto", "peer-copy"] = "collectives",
-    nccl_high_priority: bool = False,
-    nccl_max_ctas: int | None = None,
     **arguments: Any,
 ) -> Any:
     """:class:`ddp_lite.BucketedDDP`.
@@ -40,15 +38,10 @@ def bucketed(
         comm_hook: "peer-copy" is :class:`ddp_lite.peer.PeerCopyAverage`. Beside ``copy``, each
             bucket is packed into a flat tensor, whose copies are few. "auto" is ddp-lite's own
             choice.
-        nccl_high_priority: NCCL's kernels run on a stream of high priority.
-        nccl_max_ctas: at most so many thread blocks for a NCCL kernel.
 
     Raises:
-        CaseSkipped: these GPUs cannot copy to each other, or the group is not NCCL's.
+        CaseSkipped: these GPUs cannot copy to each other.
     """
-    group: Any = dist.group.WORLD
-    if nccl_high_priority or nccl_max_ctas is not None:
-        group = nccl_group(nccl_high_priority, nccl_max_ctas)
     hook: Any = comm_hook
     if comm_hook == "peer-copy":
         if arguments.get("wire_dtype") is not None:
@@ -56,8 +49,8 @@ def bucketed(
                 f"wire_dtype must be left out beside comm_hook=peer-copy, but got "
                 f"{arguments['wire_dtype']}. Leave out one of them."
             )
-        hook = _peer_hook(group, packed=bool(arguments.get("copy")))
-    return averaging(cls, module, comm_hook=hook, process_group=group, **arguments)
+        hook = _peer_hook(dist.group.WORLD, packed=bool(arguments.get("copy")))
+    return averaging(cls, module, comm_hook=hook, **arguments)
 
 
 def torch_ddp(
@@ -154,7 +147,7 @@ def fully_sharded(
     """
     group: Any = None
     if nccl_max_ctas is not None:
-        group = nccl_group(high_priority=False, max_ctas=nccl_max_ctas)
+        group = nccl_group(max_ctas=nccl_max_ctas)
     if replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -196,9 +189,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
 _NCCL_GROUPS: dict[tuple[Any, ...], dist.ProcessGroup] = {}
 
 
-def nccl_group(
-    high_priority: bool = False, max_ctas: int | None = None, *, zero_ctas: bool = False
-) -> dist.ProcessGroup:
+def nccl_group(*, max_ctas: int | None = None, zero_ctas: bool = False) -> dist.ProcessGroup:
     """A group with these NCCL settings, made once: a communicator is never given back.
 
     Raises:
@@ -211,9 +202,9 @@ def nccl_group(
             f"NCCL settings must have a group of NCCL, but got {dist.get_backend(world)}. Remove "
             "them."
         )
-    key = (world, high_priority, max_ctas, zero_ctas)
+    key = (world, max_ctas, zero_ctas)
     if key not in _NCCL_GROUPS:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+        options = dist.ProcessGroupNCCL.Options()
         if max_ctas is not None:
             options.config.max_ctas = max_ctas
         if zero_ctas:

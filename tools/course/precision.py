@@ -1,4 +1,7 @@
-"""What mixed precision does to numbers: four ways to accumulate, and the dtype of every tensor."""
+"""What mixed precision does to numbers: four ways to accumulate, and the dtype of every tensor.
+
+``python -m tools.course precision FILE.jsonl`` measures the rows of two pages; nothing is timed.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +42,6 @@ class Precision(Experiment):
 
     name: ClassVar[str] = "precision"
     summary: ClassVar[str] = "Accumulation in fp16 and fp32; dtypes under autocast"
-    guide: ClassVar[str] = (
-        "Adds 0.01 many times in four combinations of accumulator and term, and lists the dtype "
-        "of every tensor of a small model under autocast. Nothing is timed."
-    )
-    examples: ClassVar[tuple[str, ...]] = (
-        "precision",
-        "precision --device cpu",
-    )
     Options: ClassVar[type[Any]] = DeviceOptions
 
     def cases(self, **options: Any) -> list[Case]:
@@ -82,10 +77,6 @@ class Precision(Experiment):
             dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[name]
             rows.append({"variant": name, "kind": "dtypes", **dtype_report(dtype, device)})
         return rows
-
-    def work_s(self, case: Case) -> float:
-        """A moment."""
-        return 0.3
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Values with their error and its reason; one line per tensor of the dtype report."""
