@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple, get_args
 
@@ -342,9 +341,7 @@ class Bucket:
             name=self.names[position],
             size=param.size(),
             stride=param.stride(),
-            span_of=partial(self.plan.span, position),
-            replicated=False,
-            rank=self.rank,
+            owned=self.plan.span(position, self.rank),
             form=torch.Size([0]) if shard is None else shard.view.size(),
         )
 
@@ -460,39 +457,37 @@ def flat_slice(
     return in_memory_order(whole.detach(), like)[first : first + count]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Place:
-    """Which rank holds which elements of one tensor, and the form in which this rank holds them.
+    """Which elements of one tensor this rank holds, and the form in which it holds them.
 
     Attributes:
         name: of the parameter or buffer, for errors.
         size: of the whole tensor.
         stride: of the whole tensor, whose elements are counted in memory order.
-        span_of: for a rank, the first element that it holds and their number; None if it keeps no
-            state of the tensor.
-        replicated: whether every rank holds all elements.
-        rank: this rank.
+        owned: the first element that this rank holds and their number; None if it keeps no state
+            of the tensor.
         form: size of the tensor that holds this rank's elements.
+        replicated: whether every rank holds all elements.
     """
 
     name: str
     size: torch.Size
     stride: tuple[int, ...]
-    span_of: Callable[[int], tuple[int, int] | None]
-    replicated: bool
-    rank: int
+    owned: tuple[int, int] | None
     form: torch.Size
+    replicated: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
         """The first element that this rank holds, and their number."""
-        first, count = self.span_of(self.rank) or (0, 0)
+        first, count = self.owned or (0, 0)
         return first, count  # which saved state holds: no Span
 
     @property
     def held(self) -> bool:
         """Whether this rank keeps state of the tensor."""
-        return self.span_of(self.rank) is not None
+        return self.owned is not None
 
     @property
     def whole_here(self) -> bool:
@@ -511,12 +506,11 @@ class Place:
 
     def beside(self, size: torch.Size) -> Place:
         """Where a tensor of another size lies that belongs to this one, which has one owner."""
-        numel = size.numel()
         return replace(
             self,
             size=size,
             stride=torch.empty(size, device="meta").stride(),
-            span_of=lambda rank: None if self.span_of(rank) is None else (0, numel),
+            owned=(0, size.numel()) if self.held else None,
             form=size if self.whole_here else torch.Size([0]),
         )
 
@@ -543,19 +537,11 @@ class Row:
         return Row(place=self.place, tensor=self.tensor.detach().to("cpu", copy=True))
 
 
-def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
+def replicated_place(name: str, tensor: Tensor) -> Place:
     """Where a tensor lies that every rank holds whole."""
-    numel, size = tensor.numel(), tensor.size()
+    size = tensor.size()
     stride = tensor.stride() if _is_dense(tensor) else torch.empty(size, device="meta").stride()
-    return Place(
-        name=name,
-        size=size,
-        stride=stride,
-        span_of=lambda _rank: (0, numel),
-        replicated=True,
-        rank=rank,
-        form=size,
-    )
+    return Place(name, size, stride, (0, size.numel()), form=size, replicated=True)
 
 
 # --- all of them -----------------------------------------------------------------------------

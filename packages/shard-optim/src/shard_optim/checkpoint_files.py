@@ -31,7 +31,7 @@ import torch
 from shard_optim.bucket_layout import Row
 from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import decode, encode
-from shard_optim.mesh import Mesh, on_every_rank
+from shard_optim.mesh import on_every_rank
 from shard_optim.stored_tensor import (
     Contents,
     Part,
@@ -47,8 +47,9 @@ from shard_optim.stored_tensor import (
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 CONTENTS = "contents.json"
 
-Plan = Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
-"""By key the dtype and shape of a tensor, the first element that a rank gives, and their number."""
+Plan = Mapping[str, Sequence[Any]]
+"""By key the dtype and shape of a tensor, the first element that a rank gives, their number, and in
+a folder the fields of its ``Part`` that say where they are."""
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -75,16 +76,15 @@ def write_folder(
     """
     folder, words = Path(folder), "saving a checkpoint"
 
-    def prepare() -> Any:
+    def write() -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        return {key: row.described for key, row in rows.items()}, values
+        return write_file(folder, rank, rows), values
 
-    plans, merged = agreed(on_every_rank(words, prepare, gather))
-    written = on_every_rank(words, lambda: write_file(folder, rank, rows), gather)
+    plans, merged = agreed(on_every_rank(words, write, gather))
 
     def finish() -> None:
         if rank == 0:
-            _write_descriptions(folder, plans, written, merged)
+            _write_descriptions(folder, plans, merged)
 
     on_every_rank(words, finish, gather)
 
@@ -102,7 +102,7 @@ def agreed(given: Sequence[tuple[Plan, Mapping[str, Any]]]) -> tuple[list[Plan],
     values: dict[str, Any] = {}
     for rank, (plan, small) in enumerate(given):
         values = {**small, **values}
-        for key, (dtype, shape, first, count) in plan.items():
+        for key, (dtype, shape, first, count, *_) in plan.items():
             if kinds.setdefault(key, (dtype, shape)) != (dtype, shape):
                 raise ValueError(
                     f"every rank must hold {key} with the same dtype and shape, but rank {rank} "
@@ -132,36 +132,33 @@ class _Checksummed:
         return self._file.write(data)
 
 
-def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
-    """Writes one rank's file; returns for each key the fields of its ``Part`` that it decides."""
-    name, places = f"__{rank}_0.distcp", {}
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> Plan:
+    """Writes one rank's file."""
+    name, plan = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
         for key, row in rows.items():
-            if not row.place.span[1]:
-                continue
-            stream, offset = _Checksummed(file), file.tell()
-            # A copy, because torch.save would write everything that shares its memory.
-            torch.save(row.flat.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
-            place = {"file": name, "offset": offset, "length": file.tell() - offset}
-            places[key] = place | {"crc32": stream.crc32}
+            place = {}
+            if row.place.span[1]:
+                stream, offset = _Checksummed(file), file.tell()
+                # A copy, because torch.save would write everything that shares its memory.
+                copy = row.flat.to("cpu", copy=True).contiguous()
+                torch.save(copy, stream)  # type: ignore[arg-type]
+                length = file.tell() - offset
+                place = {"file": name, "offset": offset, "length": length, "crc32": stream.crc32}
+            plan[key] = (*row.described, place)
         file.flush()
         os.fsync(file.fileno())
-    return places
+    return plan
 
 
-def _write_descriptions(
-    folder: Path,
-    plans: Sequence[Plan],
-    written: Sequence[Mapping[str, Mapping[str, Any]]],
-    values: Mapping[str, Any],
-) -> None:
+def _write_descriptions(folder: Path, plans: Sequence[Plan], values: Mapping[str, Any]) -> None:
     tensors: dict[str, Any] = {}
-    for plan, places in zip(plans, written, strict=True):
-        for key, (dtype, shape, first, count) in plan.items():
+    for plan in plans:
+        for key, (dtype, shape, first, count, place) in plan.items():
             name = str(dtype).removeprefix("torch.")
             entry = tensors.setdefault(key, {"dtype": name, "shape": list(shape), "parts": []})
             if count:
-                entry["parts"].append({"first": first, "count": count, **places[key]})
+                entry["parts"].append({"first": first, "count": count, **place})
                 entry["parts"].sort(key=lambda part: part["first"])
     metadata = _torch_metadata(tensors)
     content = {
@@ -210,32 +207,13 @@ def _torch_metadata(tensors: Mapping[str, Any]) -> bytes:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_contents(folder: str | Path, ranks: Mesh) -> Contents:
-    """The description of a checkpoint. Collective.
+def read_description(folder: Path) -> Contents:
+    """The description of a checkpoint.
 
     Raises:
-        FileNotFoundError: on every rank, if the folder holds no complete checkpoint.
-        ValueError: on every rank, if its description is damaged or impossible, or if ranks have
-            read different checkpoints.
-        CollectiveError: if a peer died or timed out, or could not read.
+        FileNotFoundError: if the folder holds no complete checkpoint.
+        ValueError: if its description is damaged or impossible.
     """
-    found: list[Contents] = []
-
-    def read() -> str:
-        found.append(_read_description(Path(folder)))
-        return found[0].identity
-
-    identities = on_every_rank("loading a checkpoint", read, ranks.gather)
-    others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
-    if others:
-        raise ValueError(
-            f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
-            f"than rank 0. Pass the same folder on every rank, here {folder}"
-        )
-    return found[0]
-
-
-def _read_description(folder: Path) -> Contents:
     if not (folder / METADATA).exists():
         raise FileNotFoundError(
             f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,15 @@ def state_keys(
     param.grad = torch.ones_like(param)
     optimizer.step()
     return frozenset(optimizer.state[param])
+
+
+def foreign_hyperparameters(known: Iterable[str]) -> set[str]:
+    """Names of hyperparameters that some class of torch's has, and that are not known."""
+    names: set[str] = set()
+    for cls in vars(torch.optim).values():
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer:
+            names |= set(inspect.signature(cls).parameters) - {"params"}
+    return names - set(known)
 
 
 # --- parameter groups as plain data ---------------------------------------------------------

@@ -20,7 +20,14 @@ from torch.optim import Optimizer
 
 from shard_optim.bucket_layout import Place, Row
 from shard_optim.fully_sharded.own_shards import StatesOfShards
-from shard_optim.optimizer_class import Groups, all_params, by_number, pack_groups, state_keys
+from shard_optim.optimizer_class import (
+    Groups,
+    all_params,
+    by_number,
+    foreign_hyperparameters,
+    pack_groups,
+    state_keys,
+)
 from shard_optim.shard_update import MASTER, LocalOptimizer
 
 # Parameter number; for a moment its kind and name.
@@ -180,6 +187,7 @@ class OptimizerState:
     def _problems_of_groups(self, saved_groups: Any) -> Iterator[str]:
         if not _are_groups(saved_groups) or len(saved_groups) != len(self._groups):
             yield f"it has {len(saved_groups)} groups, the optimizer {len(self._groups)}"
+        foreign = foreign_hyperparameters(self._defaults)
         flag = "decoupled_weight_decay"  # tells AdamW from Adam, whose settings are the same
         for number, (saved, group) in enumerate(zip(saved_groups, self._groups, strict=True)):
             theirs, ours = len(saved["params"]), len(group["params"])
@@ -189,6 +197,8 @@ class OptimizerState:
                 yield f"group {number} lacks {missing}: it is of another optimizer class"
             if flag in saved and flag in self._defaults and saved[flag] != group[flag]:
                 yield f"group {number} has {flag}={saved[flag]}, the optimizer {group[flag]}"
+            if others := sorted(foreign & set(saved) - set(group)):
+                yield f"group {number} has {others}: it is of another optimizer class"
             names = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
             for its, own in names:
                 if its != own:

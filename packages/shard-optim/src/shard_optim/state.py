@@ -40,10 +40,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_lite.ranks import Ranks, backend_for, finish
+from ddp_lite.ranks import all_reduce
 from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
-from shard_optim.checkpoint_files import METADATA, agreed, read_contents, write_folder
-from shard_optim.communication import as_sent
+from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
@@ -146,18 +145,28 @@ def load(
     """
     check_folder(folder)
     table = _Table(model, optimizer)
-    contents = read_contents(folder, table.ranks)
-    wanted = table.places_in(contents, "a checkpoint")
+    wanted: dict[str, Place] = {}
     vectors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
 
-    def read() -> None:
+    def read() -> str:
+        contents = read_description(Path(folder))
+        values.update(contents.values)
+        wanted.update(table.places_in(contents, "a checkpoint"))
         for key, place in wanted.items():
             if place.held:
                 stored = contents.tensors[key]
                 vectors[key] = read_elements(Path(folder), key, stored, *place.span)
+        return contents.identity
 
-    on_every_rank("loading a checkpoint", read, table.ranks.gather)
-    table.take(vectors.items(), wanted, contents.values)
+    identities = on_every_rank("loading a checkpoint", read, table.ranks.gather)
+    others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
+    if others:
+        raise ValueError(
+            f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
+            f"than rank 0. Pass the same folder on every rank, here {folder}."
+        )
+    table.take(vectors.items(), wanted, values)
 
 
 def full_state(
@@ -241,7 +250,13 @@ def load_full_state(
         )
     kinds, values = described
     tensors = {key: StoredTensor(dtype=dtype, shape=size) for key, (dtype, size) in kinds.items()}
-    wanted = table.places_in(Contents(tensors=tensors, values=values), "a full state dict")
+    wanted: dict[str, Place] = {}
+
+    def compare() -> None:
+        contents = Contents(tensors=tensors, values=values)
+        wanted.update(table.places_in(contents, "a full state dict"))
+
+    on_every_rank(words, compare, ranks.gather)
 
     def handed_out(key: str, place: Place) -> Tensor:
         numel, (first, count) = place.size.numel(), place.span
@@ -301,7 +316,7 @@ class _Table:
             self.state = OptimizerState(optimizer, shards, shards.install)
         wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
         self._module: nn.Module | None = model.module if wrapped else model  # whose names count
-        self.rows = {} if self._module is None else _rows_of(self._module, self.ranks.shards.rank)
+        self.rows = {} if self._module is None else _rows_of(self._module)
 
     def named(self) -> Iterator[tuple[str, Any, str | None]]:
         """What the model's state dict holds, under every name that it has.
@@ -326,14 +341,12 @@ class _Table:
             key: row
             for key, row in rows.items()
             if row.place.held
-            and not (row.place.replicated and row.place.rank > 0)
+            and not (row.place.replicated and self.ranks.shards.rank > 0)
             and (row.place.span[1] or not row.place.size.numel())
         }, values
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-        ranks = self.ranks.shards
-        tensors: dict[str, Tensor] = {}
         rows: dict[str, Row] = {}
 
         def describe() -> Any:
@@ -344,22 +357,24 @@ class _Table:
         kind = "model" if self.state is None else "optimizer"
         words = f"the exchange of {kind} state descriptions"
         plans, values = agreed(on_every_rank(words, describe, self.ranks.gather))
+        kinds = {key: (dtype, shape) for plan in plans for key, (dtype, shape, *_) in plan.items()}
+        tensors: dict[str, Tensor] = {}
 
-        def move() -> None:
-            for rank, plan in enumerate(plans):
-                for key, (dtype, shape, first, count) in plan.items():
-                    target = None
-                    if self.ranks.first:
-                        if key not in tensors:
-                            place = self._place_of(key, shape)
-                            tensors[key] = torch.empty_strided(
-                                place.size, place.stride, dtype=dtype, device="cpu"
-                            )
-                        target = tensors[key].as_strided((count,), (1,), first)
-                    own = rows[key].flat if rank == self.ranks.number else None
-                    ranks.call(f"collecting {key}", _move, own, target, rank, ranks)
+        def add_parts() -> None:
+            ranks = self.ranks.shards
+            for key, (dtype, shape) in kinds.items() if self.ranks.first_replica else ():
+                place = self._place_of(key, shape)
+                whole = torch.zeros(place.size.numel(), dtype=dtype, device=ranks.device)
+                first, count = place.span
+                if key in rows:
+                    whole[first : first + count] = rows[key].flat
+                # The bytes of the ranks' parts, each of which is zero elsewhere.
+                parts, add = whole.view(torch.uint8), dist.ReduceOp.SUM
+                ranks.together(f"collecting {key}", all_reduce, ranks.communicator, parts, add)
+                if self.ranks.first:
+                    tensors[key] = whole.cpu().as_strided(place.size, place.stride)
 
-        on_every_rank("collecting the whole state", move, self.ranks.gather)
+        on_every_rank("collecting the whole state", add_parts, self.ranks.gather)
         return tensors, values
 
     def describe(self, given: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -409,7 +424,7 @@ class _Table:
             what: the thing described, for errors.
 
         Raises:
-            ValueError: on every rank, if it is of others.
+            ValueError: if it is of others.
         """
         tensors, values = contents.tensors, contents.values
         sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
@@ -423,17 +438,13 @@ class _Table:
                 "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
                 "from it, without optimizer=."
             )
+        of, problem = "the same model", next(self._problems_of_model(tensors), None)
+        if self.state is not None and problem is None:
+            of = "this model and optimizer class"
+            problem = next(self.state.problems(sizes, values), None)
+        if problem is not None:
+            raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
         keys = [*self.rows, *(sizes if self.state is not None else ())]
-
-        def compare() -> None:
-            of, problem = "the same model", next(self._problems_of_model(tensors), None)
-            if self.state is not None and problem is None:
-                of = "this model and optimizer class"
-                problem = next(self.state.problems(sizes, values), None)
-            if problem is not None:
-                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-
-        on_every_rank("loading a checkpoint", compare, self.ranks.gather)
         return {key: self._place_of(key, tensors[key].shape) for key in keys}
 
     def _place_of(self, key: str, size: Sequence[int]) -> Place:
@@ -481,17 +492,17 @@ class _Table:
             self.state.install(moments, values)
 
 
-def _rows_of(module: nn.Module, rank: int) -> dict[str, Row]:
+def _rows_of(module: nn.Module) -> dict[str, Row]:
     """A module's parameters and persistent buffers, each once, by their keys in a folder."""
     rows = {}
     for name, param in module.named_parameters():
         found = sharded_of(param)
-        place = replicated_place(name, param, rank) if found is None else found.place
+        place = replicated_place(name, param) if found is None else found.place
         rows[f"model.{name}"] = Row(place=place, tensor=param)
     persistent = _state_dict_of(module)
     for name, buffer in module.named_buffers():
         if name in persistent:
-            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer, rank), tensor=buffer)
+            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer), tensor=buffer)
     return rows
 
 
@@ -527,26 +538,3 @@ def _not_wrapped(model: object) -> TypeError:
         "wrapper itself: not the module in it, and not the optimizer. A module that every rank "
         "holds whole goes with its ShardedOptimizer."
     )
-
-
-def _move(sent: Tensor | None, received: Tensor | None, owner: int, ranks: Ranks) -> None:
-    """Copies part of a tensor from its owner to the first rank; other ranks have neither end.
-
-    Args:
-        sent: the part, on its owner.
-        received: takes it, on the first rank.
-        owner: rank of the part.
-        ranks: both are among them.
-    """
-    # gloo takes host memory only.
-    on_host = backend_for(ranks.group, ranks.device) == "gloo"
-    at = torch.device("cpu") if on_host else ranks.device
-    if sent is not None and received is not None:
-        received.copy_(sent)
-    elif sent is not None:
-        travels = as_sent(sent.to(at, copy=False).contiguous())
-        finish(dist.isend(travels, group=ranks.group, group_dst=0))
-    elif received is not None:
-        arrived = torch.empty_like(received, device=at)
-        finish(dist.irecv(as_sent(arrived), group=ranks.group, group_src=owner))
-        received.copy_(arrived)

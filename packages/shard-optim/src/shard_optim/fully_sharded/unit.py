@@ -306,9 +306,7 @@ class Unit:
             name=self.names[position],
             size=size,
             stride=stride,
-            span_of=self.cuts[position].owned,
-            replicated=False,
-            rank=self.ranks.rank,
+            owned=self.cuts[position].owned(self.ranks.rank),
             form=self.shard_views[position].size(),
         )
 

@@ -125,12 +125,12 @@ class WholeMatrices(OwnShards):
 
     def place_of(self, param: Tensor) -> Place:
         """Where a parameter's state lies: whole, on its owner."""
-        matrix, rank = self._matrices[param], self._ranks.rank
-        numel = matrix.place.size.numel()
+        matrix = self._matrices[param]
+        mine, size = matrix.owner == self._ranks.rank, matrix.place.size
         return dataclasses.replace(
             matrix.place,
-            span_of=lambda rank: (0, numel) if rank == matrix.owner else None,
-            form=matrix.place.size if rank == matrix.owner else torch.Size([0]),
+            owned=(0, size.numel()) if mine else None,
+            form=size if mine else torch.Size([0]),
         )
 
     # --- step --------------------------------------------------------------------------------

@@ -376,9 +376,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        rank = self.ranks.shards.rank
         places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
-        places += [(param, replicated_place(name, param, rank)) for name, param in small.items()]
+        places += [(param, replicated_place(name, param)) for name, param in small.items()]
         for param, place in places:
             setattr(
                 param,
