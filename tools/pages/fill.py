@@ -59,6 +59,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.course import bucket_model
 from tools.course.precision import Precision
 from tools.pages import out_of_memory, recomputation, timelines, versions
 from tools.pages import rows as published
@@ -295,7 +296,7 @@ def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
             made = _experiment(name).tables(to_frame(rows))
             recipes.page.tables[key] = {table.title: table.frame for table in made}
         tables = recipes.page.tables[key]
-        for own in (out_of_memory, recomputation):
+        for own in (bucket_model, out_of_memory, recomputation):
             if wanted.get("table") == own.TITLE:
                 tables[own.TITLE] = own.table(to_frame(rows)).frame
         if wanted.get("table") not in tables:
@@ -417,6 +418,8 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             return png_bytes(
                 timelines.draw(checked({r[wanted["by"]]: r["timeline"] for r in rows}))
             )
+        if name == bucket_model.FIGURE:
+            return png_bytes(bucket_model.figure(to_frame(rows)))
         experiment = _experiment(source.experiment)
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
         if name not in made:

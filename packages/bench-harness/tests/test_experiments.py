@@ -395,7 +395,7 @@ def sweep_of(*sizes):
 
 
 def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
-    from bench_harness.experiments.bucket_model import draw_fit, fit_table
+    from tools.course.bucket_model import figure, table
 
     rows = pd.DataFrame(
         {
@@ -409,16 +409,15 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
             "samples_ms": [[5.0] * 3, [4.0] * 3, [4.5] * 3, [4.9] * 3],
         }
     )
-    figure = draw_fit(rows)
-    assert figure is not None
-    assert png_bytes(figure)
-    (line,) = fit_table(rows)[0].frame.to_dict("records")
+    assert png_bytes(figure(rows))
+    (line,) = table(rows).frame.to_dict("records")
     assert line["least overhead T* (ms)"] == 0
-    assert draw_fit(rows.iloc[:3]) is None, "two sizes do not make a sweep"
+    with pytest.raises(ValueError, match="a sweep of three bucket sizes"):
+        figure(rows.iloc[:3])
 
 
 def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
-    from bench_harness.experiments.bucket_model import fit_table
+    from tools.course.bucket_model import table
 
     size, bandwidth, per_call = 8e9, 3e11, 4e-4
     counts = [8.0, 80.0, 400.0]
@@ -441,7 +440,7 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "samples_ms": [[1e3 * (per_call + s / bandwidth)] * 3 for s in link],
     }
     rows["largest_parameter_bytes"] = 1e6
-    (line,) = fit_table(rows)[0].frame.to_dict("records")
+    (line,) = table(rows).frame.to_dict("records")
     assert line["all-reduce w (GB/s)"] == pytest.approx(300, rel=1e-3)
     assert line["all-reduce o (µs)"] == pytest.approx(400, rel=1e-3)
     best = (size * per_call * bandwidth) ** 0.5
@@ -449,15 +448,20 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
     for name in ("best bucket b* (MiB)", "least overhead T* (ms)"):
         assert line[f"predicted {name}"] == pytest.approx(line[name], rel=1e-3)
     assert line["prediction missed"] is False
+    shown = rows.assign(status="ok", world_size=2, device="cuda")
+    shown["settings"] = [{"optimizer": {"name": "adamw"}, **each} for each in rows["settings"]]
+    tables = {each.title: each for each in experiments.get("train-step").tables(shown)}
+    (alone,) = tables["Cost of a collective"].frame.to_dict("records")
+    assert (alone["backend"], round(alone["overhead o (µs)"])) == ("nccl", 400)
     faster = rows.copy()
     faster.at[0, "all_reduce"] = {
         "size_bytes": link,
         "samples_ms": [[1e3 * (per_call + s / bandwidth) / 2] * 3 for s in link],
     }
-    (line,) = fit_table(faster)[0].frame.to_dict("records")
+    (line,) = table(faster).frame.to_dict("records")
     assert line["prediction missed"] is True
     rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
-    (line,) = fit_table(rows)[0].frame.to_dict("records")
+    (line,) = table(rows).frame.to_dict("records")
     assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)
 
 

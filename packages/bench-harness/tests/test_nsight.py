@@ -12,12 +12,17 @@ import sys
 from contextlib import closing
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bench_harness import experiments
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
-from bench_harness.traces import nsight
+from bench_harness.traces import kineto, nsight
+from bench_harness.traces.timeline import timeline
+from bench_harness.training.nsight import measure_rank
 
+CPU = torch.device("cpu")
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
 
 NSYS = """#!{python}
@@ -220,6 +225,29 @@ def test_one_report_is_recorded_per_variant(tools, tmp_path, monkeypatch):
     pictures = experiment.figures(frame)
     assert pictures
     assert all(each.is_timelines or png_bytes(each.figure) for each in pictures)
+
+
+def test_the_recorded_step_marks_its_phases(tmp_path):
+    (variant,) = step_case("naive").config["variants"]
+    config = {**step_case("naive").config, "recorded": variant}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with kineto.recording(tmp_path / "trace.json", CPU):
+            measure_rank(0, 1, CPU, config)
+    finally:
+        dist.destroy_process_group()
+    trace = kineto.load(tmp_path / "trace.json")
+    [window] = trace.phases("step")
+    names = [name for name, *_ in timeline(trace, window)["phases"]]
+    assert names == ["forward", "backward", "optimizer"]
+
+
+def test_a_replayed_step_is_not_recorded_as_something_else(tools, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    case = step_case({"wrapper": "torch-ddp", "cuda_graph": True})
+    (row,) = experiments.get("train-step").run(case, print)
+    assert row["ended"]["status"] == "skipped"
+    assert "Record it with --profiled." in row["ended"]["error"]
 
 
 @pytest.mark.parametrize("name", ["train-step", "profile"])

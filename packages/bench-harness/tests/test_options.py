@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_harness import cli, environment, experiments, options, presets
+from bench_harness import cli, distributed, environment, experiments, options, presets, runner
 from bench_harness.experiments import Experiment
 
 
@@ -123,18 +123,29 @@ def test_quick_runs_every_experiment() -> None:
     )
 
 
-def test_quick_on_a_gpu_is_what_a_gpu_is_the_limit_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "gpu_count", lambda: 1)
-    runs = dict(presets.load("quick").runs)
-    assert presets.load("quick").name == "quick-gpu"
-    assert list(runs["attention"]["sequences"]) == [4096]
-    assert list(runs["train-step"]["sizes"]) == list(runs["model"]["sizes"]) == ["small"]
+def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By calculation within 90 seconds, and two GPUs compare wrappers with torch DDP."""
+    on_cpu = presets.load("quick").cases()
+    for module in (environment, presets, distributed):
+        monkeypatch.setattr(module, "gpu_count", lambda: 2)
+    cases = {case.experiment: case for case in presets.load("quick").cases()}
+    assert list(cases) == list(dict.fromkeys(case.experiment for case in on_cpu))
+    timed = [name for name in cases if name != "accounting"]
+    assert all(cases[name].config["device"] == "cuda" for name in timed)
+    attention = cases["attention"].config
+    assert (attention["heads"], attention["sequences"]) == (16, [4096])
+    step = cases["train-step"].config
+    assert (step["size"], step["world_size"]) == ("small", 2)
+    assert "torch-ddp" in [variant["wrapper"]["name"] for variant in step["variants"]]
+    expected = (runner._expected_s(case) for case in cases.values())
+    assert sum(seconds or 0.0 for seconds in expected) < 90
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[toy", "must be TOML"),
+        ("[toy.cuda]\nkind = 3", "option must be one of .*, but got 'kind'"),
         ('description = "x"', "must name at least one experiment"),
         ("[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
         ("toy = 3", "toy must be a table of options, but got 3"),

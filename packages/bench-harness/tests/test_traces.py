@@ -372,6 +372,29 @@ def test_phases_of_a_step_without_marks_are_those_of_the_launches(tmp_path):
     ], "what follows the backward before the optimizer belongs to none of them"
 
 
+def test_marks_say_what_any_thread_launched_meanwhile(tmp_path):
+    """As in an export of Nsight Systems, which records neither autograd nor torch's ranges."""
+    events = [
+        span("phase:step", "user_annotation", 0, 200),
+        span("mark:forward", "user_annotation", 1, 20),
+        span("mark:backward", "user_annotation", 20, 45),
+        span("mark:optimizer", "user_annotation", 50, 60),
+    ]
+    for number, (launch, start, thread) in enumerate(
+        [(5, 10, MAIN), (21, 60, AUTOGRAD), (44, 95, AUTOGRAD), (47, 110, MAIN), (51, 120, MAIN)], 1
+    ):
+        launched = {"thread": thread, "correlation": number}
+        events.append(span("cudaLaunchKernel", "cuda_runtime", launch, launch + 1, **launched))
+        events.append(span("k", "kernel", start, start + 10, thread=7, correlation=number))
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert timeline(kineto.load(path), (0, 200_000))["phases"] == [
+        ["forward", 10_000, 20_000],
+        ["backward", 60_000, 105_000],
+        ["optimizer", 120_000, 130_000],
+    ]
+
+
 def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
     trace = kineto.load(gpu_trace)
     line = timeline(trace, trace.phases("backward")[0])

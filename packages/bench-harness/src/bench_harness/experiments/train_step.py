@@ -52,9 +52,7 @@ class Options(SubjectOptions, SamplingOptions):
     calls: int = option(5, "Steps per sample, without synchronisation between them.")
     warmup: int = option(5, "Warm-up steps per turn.")
     profiled: bool = option(False, "Also profile one step of each variant.")
-    all_reduces: bool = option(
-        False, "Also time all-reduces alone, which predict the best bucket of a sweep."
-    )
+    all_reduces: bool = option(False, "Also time all-reduces alone: what a call and a byte cost.")
     first_step: bool = option(
         False,
         "Weigh memory at the moments of the first step, which makes the optimizer's state, instead "
@@ -175,13 +173,13 @@ class TrainStep(Experiment):
         return float(10 + count * (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config)))
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
-        """Steps, memory, communication, the course's CSV columns, the bucket model."""
+        """Steps, memory, communication, the course's CSV columns, all-reduces."""
         from bench_harness.experiments import train_step_show
 
         return train_step_show.tables(rows)
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
-        """Step times, memory at its moments, overlap on one time axis, bucket sweeps."""
+        """Step times, memory at its moments, overlap on one time axis."""
         from bench_harness.experiments import train_step_show
 
         return train_step_show.figures(rows)

@@ -12,7 +12,7 @@ from bench_harness import roofline
 from bench_harness.core import Bar, Bars, Column, Figure, Row, Table
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
-from bench_harness.experiments.bucket_model import draw_fit, fit_table
+from bench_harness.experiments.allreduce import fit_table
 from bench_harness.stats import ratio_interval, with_summary
 from bench_harness.traces import waterfall
 from bench_harness.training import settings as of
@@ -86,7 +86,7 @@ def tables(rows: pd.DataFrame) -> list[Table]:
             or timed["coursework"].map(lambda wanted: wanted is not False).any()
         ):
             made.append(_published(timed))
-        made += fit_table(timed)
+        made += _all_reduces(timed)
     return [table for table in made if len(table.frame)]
 
 
@@ -248,6 +248,18 @@ def _latest_gathers(profiled: pd.DataFrame) -> Table:
     )
 
 
+def _all_reduces(timed: pd.DataFrame) -> list[Table]:
+    """What a call and a byte cost all-reduces alone, where cases timed them."""
+    held = timed[timed["all_reduce"].notna()] if "all_reduce" in timed else timed.iloc[:0]
+    sizes = [
+        {"backend": "nccl" if row["device"] == "cuda" else "gloo", "variant": "all_reduce"}
+        | {"world_size": row["world_size"], "size_bytes": size, "samples_ms": samples}
+        for _, row in held.iterrows()
+        for size, samples in zip(*row["all_reduce"].values(), strict=True)
+    ]
+    return fit_table(pd.DataFrame(sizes))
+
+
 def _published(done: pd.DataFrame) -> Table:
     done = done[done["wrapper"] != "none"]  # which is no implementation
     naive = done[done["wrapper"] == "naive"].set_index("case_key")["mean_ms"].to_dict()
@@ -296,12 +308,15 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
         lines = dict(zip(cell["variant"], cell["timeline"], strict=True))
         lines.pop("no communication", None)
         if lines:
+            note = f"One profiled step of each variant; {cell['spans'].iloc[0]}."
+            if cell["cuda_graph"].map(bool).any():
+                note += " One launch replays a step with cuda_graph, so its phases are not marked."
             made.append(
                 Figure(
                     f"train_step_overlap_{index}",
                     f"Timeline: {cell['label'].iloc[0]}",
                     timelines(lines),
-                    f"One profiled step of each variant; {cell['spans'].iloc[0]}.",
+                    note,
                 )
             )
     broken = done[done["waterfall"].notna()] if "waterfall" in done else done.iloc[:0]
@@ -314,16 +329,6 @@ def figures(rows: pd.DataFrame) -> list[Figure]:
                 Bars("ms", {"": bars}),
                 "One profiled step, on the rank that waited least for others; "
                 f"{cell['spans'].iloc[0]}.",
-            )
-        )
-    sweep = draw_fit(timed)
-    if sweep is not None:
-        made.append(
-            Figure(
-                "train_step_buckets",
-                "Exposed communication over bucket size",
-                sweep,
-                "Points: step minus the step without communication. Line: fitted model.",
             )
         )
     return made

@@ -8,6 +8,11 @@ options. An array of tables (``[[model]]``) runs an experiment once per table::
     [model]
     sizes = ["small", "medium"]
     modes = ["forward"]
+
+A table ``cuda`` within it takes its place where there is a GPU::
+
+    [model.cuda]
+    sizes = ["xl"]
 """
 
 from __future__ import annotations
@@ -19,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_harness import environment, experiments, options, user_code
+from bench_harness import experiments, options, user_code
 from bench_harness.core import Case
+from bench_harness.environment import gpu_count
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,9 @@ def text(name: str) -> str:
 def load(name: str) -> Preset:
     """A shipped preset by name, or a preset file by path (ending in ``.toml``).
 
-    On a machine with GPUs "quick" is "quick-gpu": what fits two cores would measure its host.
-
     Raises:
         ValueError: no such preset, not TOML, an unknown experiment, or options it does not take.
     """
-    if name == "quick" and environment.gpu_count():
-        name = "quick-gpu"
     if name in shipped():
         return _parse(name, name, text(name))
     if not name.endswith(".toml"):
@@ -105,14 +107,12 @@ def _parse(name: str, source: str, toml: str) -> Preset:
         try:
             experiment = experiments.get(experiment_name)
             for table in tables if isinstance(tables, list) else [tables]:
-                if not isinstance(table, Mapping):
-                    raise ValueError(
-                        f"{experiment_name} must be a table of options, but got {table!r}. Write "
-                        f"[{experiment_name}]."
-                    )
-                values = options.build(experiment, table)
-                user_code.refuse_ignored(values, table)
-                runs.append((experiment_name, values))
+                plain = {k: v for k, v in _table(experiment_name, table).items() if k != "cuda"}
+                on_gpu = _table(f"{experiment_name}.cuda", table.get("cuda", plain))
+                both = [options.build(experiment, given) for given in (plain, on_gpu)]
+                for values, given in zip(both, (plain, on_gpu), strict=True):
+                    user_code.refuse_ignored(values, given)
+                runs.append((experiment_name, both[gpu_count() > 0]))
         except ValueError as error:
             raise ValueError(f"preset {source}: {error}") from None
     if not runs:
@@ -123,3 +123,9 @@ def _parse(name: str, source: str, toml: str) -> Preset:
     order = experiments.names()
     runs.sort(key=lambda run: order.index(run[0]))
     return Preset(name, str(description), runs)
+
+
+def _table(name: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{name} must be a table of options, but got {given!r}. Write [{name}].")
+    return given

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from bench_harness.core import Row
 from bench_harness.traces.intervals import Interval, clip
-from bench_harness.traces.trace import PHASE, Event, Trace, kind, short_name, within
+from bench_harness.traces.trace import MARK, PHASE, Event, Trace, kind, short_name, within
 
 #: Kinds of work that a name can have, by the numbers in ``work``.
 WORK = ("matmul", "fused attention", "other", "communication", "copy")
@@ -99,8 +99,9 @@ def _flat(spans: Sequence[_Span]) -> list[int]:
 def _phases(trace: Trace, window: Interval) -> list[list[str | int]]:
     """Where forward, backward and the optimizer were: by synchronised windows, or else by launches.
 
-    torch records the optimizer's step and every node that autograd runs. What the host launched
-    outside both, before a backward, is forward. Kernels of a replayed CUDA graph have no phase.
+    Marks say what was launched meanwhile. Without them, torch records the optimizer's step and
+    every node that autograd runs; what the host launched outside both, before a backward, is
+    forward. Kernels of a replayed CUDA graph have no phase: one launch replays all of them.
     """
     begin, finish = window
     runs: list[tuple[str, int, int]] = []
@@ -116,16 +117,24 @@ def _phases(trace: Trace, window: Interval) -> list[list[str | int]]:
 def _launched(trace: Trace, window: Interval) -> list[tuple[str, int, int]]:
     optimizer = within(r for r in trace.ranges if r.name.startswith("Optimizer.step#"))
     backward = within(trace.backward)
+    marks = [r for r in trace.ranges if r.name.startswith(MARK)]
+
+    def phase_of(host: Event) -> str | None:
+        if marks:  # of the main thread, while autograd launches from another
+            own = (m for m in marks if m.start_ns <= host.start_ns < m.end_ns)
+            return next((m.name.removeprefix(MARK) for m in own), None)
+        return "optimizer" if optimizer(host) else "backward" if backward(host) else "forward"
+
     inside = [e for e in trace.compute if window[0] <= e.start_ns < window[1]]
     launches = (
         (trace.launches.get(e.correlation or -1) if trace.on_device else e, e) for e in inside
     )
     ordered = [(host, e) for host, e in launches if host is not None and "Graph" not in host.name]
     runs: list[tuple[str, int, int]] = []
-    after_backward = not trace.backward
+    after_backward = not (trace.backward or marks)
     for host, event in sorted(ordered, key=lambda pair: pair[0].start_ns):
-        name = "optimizer" if optimizer(host) else "backward" if backward(host) else "forward"
-        if name == "forward" and after_backward:
+        name = phase_of(host)
+        if name is None or (name == "forward" and after_backward):
             continue
         after_backward = name == "backward"
         if runs and runs[-1][0] == name:

@@ -11,7 +11,7 @@ import bisect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: Prefix of the ranges that mark phases.
 PHASE = "phase:"
+#: Prefix of the ranges that say what the host launches meanwhile.
+MARK = "mark:"
 
 #: Kernels and operators that multiply matrices. cuBLAS names its own gemm, xmma, nvjet or cutlass.
 _MATMUL = re.compile(
@@ -106,17 +108,31 @@ class Trace:
 @contextmanager
 def phase(name: str, device: torch.device) -> Iterator[None]:
     """A named window with the device idle at both ends; also an NVTX range on CUDA."""
-    import torch
-
     from bench_harness.timing import synchronize
 
     synchronize(device)
-    with torch.profiler.record_function(PHASE + name):
+    with _named(PHASE + name, device):
+        yield
+        synchronize(device)
+
+
+def mark(name: str, device: torch.device) -> AbstractContextManager[None]:
+    """What any thread launches meanwhile belongs to that phase; nothing is waited for.
+
+    For recorders that see neither autograd's nodes nor torch's own ranges, as Nsight Systems.
+    """
+    return _named(MARK + name, device)
+
+
+@contextmanager
+def _named(name: str, device: torch.device) -> Iterator[None]:
+    import torch
+
+    with torch.profiler.record_function(name):
         if device.type == "cuda":
-            torch.cuda.nvtx.range_push(PHASE + name)
+            torch.cuda.nvtx.range_push(name)
         try:
             yield
-            synchronize(device)
         finally:
             if device.type == "cuda":
                 torch.cuda.nvtx.range_pop()

@@ -24,6 +24,13 @@ def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list
     variants = [of.stored(table) for table in config["variants"]]
     found = []
     for index, (name, variant) in enumerate(zip(of.labels(variants), variants, strict=True)):
+        if variant.cuda_graph:
+            why = (
+                "its step must be launched by the host for --nsight, but got one replayed launch. "
+            )
+            ended = {"status": "skipped", "error": why + "Record it with --profiled."}
+            found.append({"variant": name, "settings": variant.table(), "ended": ended})
+            continue
         progress(f"recording {name} with Nsight Systems")
         report = Path(f"step-{index}.nsys-rep")
         export, counted = nsight.run_and_record(
@@ -66,10 +73,10 @@ def measure_rank(
     device: torch.device,
     config: Mapping[str, Any],
 ) -> Row:
-    """One rank's part: warm-up, then one step in a range of its own."""
+    """One rank's part: warm-up, then one step in a range of its own, its phases marked."""
     import torch.distributed as dist
 
-    from bench_harness.traces.trace import phase
+    from bench_harness.traces.trace import mark, phase
     from bench_harness.training.build import training
     from bench_harness.training.measure import STEP, facts
 
@@ -79,7 +86,12 @@ def measure_rank(
                 steps.step()
         dist.barrier()
         with phase(STEP, device):
-            steps.step()
+            with mark("forward", device):
+                loss = steps.forward()
+            with mark("backward", device):
+                steps.backward(loss)
+            with mark("optimizer", device):
+                steps.update()
         return {**facts(steps), **steps.stats()}
 
 

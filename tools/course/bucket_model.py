@@ -5,7 +5,8 @@ backward is the last bucket's transfer plus every call's cost:
 
     T(n) = s / (n·w) + n·o,    least at  b* = s/n* = √(s·o·w),  T* = 2·√(s·o/w)
 
-It is linear in 1/w and o, so both come from non-negative least squares.
+It is linear in 1/w and o, so both come from non-negative least squares. ``table`` and ``figure``
+are made of rows of ``train-step --all-reduces`` for two pages.
 """
 
 from __future__ import annotations
@@ -70,9 +71,10 @@ class Sweep:
         return solved(counts, self.size / counts, overhead_s)
 
 
-def sweeps(done: pd.DataFrame) -> list[Sweep]:
+def sweeps(rows: pd.DataFrame) -> list[Sweep]:
     """The cells that the model can be fitted to."""
     found = []
+    done = row_tables.finished(rows)
     for _, cell in done.groupby("case_key", sort=False):
         if "buckets" not in cell:
             continue
@@ -91,7 +93,10 @@ def _only_sized(settings: Any) -> bool:
     return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
-def fit_table(done: pd.DataFrame) -> list[Table]:
+TITLE, FIGURE = "Bucket overhead model", "train_step_buckets"
+
+
+def table(rows: pd.DataFrame) -> Table:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
     Beside them stands what all-reduces alone predict, where the case timed some, and whether that
@@ -101,7 +106,7 @@ def fit_table(done: pd.DataFrame) -> list[Table]:
 
     rng = np.random.default_rng(0)
     lines: list[Row] = []
-    for sweep in sweeps(done):
+    for sweep in sweeps(rows):
 
         def once(draw: Any, sweep: Sweep = sweep) -> Cost:
             base = np.median(draw(list(sweep.bare["samples_ms"])))
@@ -128,34 +133,37 @@ def fit_table(done: pd.DataFrame) -> list[Table]:
     keys = "cell s_mib w w_low w_high o o_low o_high best_mib least_ms link_w link_o "
     keys += "link_best_mib link_least_ms missed"
     named = {"o": "per call o (µs)"}
-    made = [_COLUMNS.table("Bucket overhead model", pd.DataFrame(lines), keys, note, named)]
-    return made if lines else []
+    return _COLUMNS.table(TITLE, pd.DataFrame(lines), keys, note, named)
 
 
-def draw_fit(done: pd.DataFrame) -> Figure | None:
-    """Measured overhead over bucket size, with the model; None without a sweep."""
+def figure(rows: pd.DataFrame) -> Figure:
+    """Measured overhead over bucket size, with the model.
+
+    Raises:
+        ValueError: there is no sweep of three sizes.
+    """
     from bench_harness.display.lines import Panel, draw_lines, points
     from bench_harness.stats import summarize, with_summary
 
     panels = []
-    for sweep in sorted(sweeps(with_summary(done)), key=lambda sweep: sweep.label):
-        rows, size, bare = sweep.rows.copy(), sweep.size, summarize(sweep.bare["samples_ms"])
-        counts = rows["buckets"].to_numpy(np.float64)
-        rows["mean_mib"], rows["overhead"] = (
+    for sweep in sorted(sweeps(with_summary(rows)), key=lambda sweep: sweep.label):
+        own, size, bare = sweep.rows.copy(), sweep.size, summarize(sweep.bare["samples_ms"])
+        counts = own["buckets"].to_numpy(np.float64)
+        own["mean_mib"], own["overhead"] = (
             size / counts / 2**20,
-            rows["median_ms"] - bare["median"],
+            own["median_ms"] - bare["median"],
         )
         # The interval of a difference, as of independent ones: what is subtracted is turned.
         for end, other, sign in (("low", "high", -1), ("high", "low", 1)):
-            own = rows[f"ci_{end}_ms"].astype("float64") - rows["median_ms"]
+            ends = own[f"ci_{end}_ms"].astype("float64") - own["median_ms"]
             base = (bare[f"ci_{other}"] or bare["median"]) - bare["median"]  # type: ignore[literal-required]
-            rows[f"overhead_{end}"] = rows["overhead"] + sign * np.hypot(own, base)
-        line = points(rows, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
+            own[f"overhead_{end}"] = own["overhead"] + sign * np.hypot(ends, base)
+        line = points(own, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
         asked = {
             row["mean_mib"]: f"{row['settings']['wrapper']['bucket_size_mb']:g} MB"
-            for _, row in rows.iterrows()
+            for _, row in own.iterrows()
         }
-        per_call, inverse = sweep.fit(rows["overhead"].to_numpy(np.float64) / 1e3)
+        per_call, inverse = sweep.fit(own["overhead"].to_numpy(np.float64) / 1e3)
         many = np.geomspace(counts.min(), counts.max(), 100)
         model = 1e3 * (size / many * inverse + many * per_call)
         panels.append(
@@ -168,4 +176,6 @@ def draw_fit(done: pd.DataFrame) -> Figure | None:
             )
         )
     x = "mean gradients per bucket (MiB), labels: bucket_size_mb"
-    return draw_lines(panels, x=x, columns=min(2, len(panels))) if panels else None
+    if not panels:
+        raise ValueError("rows must hold a sweep of three bucket sizes, but got none")
+    return draw_lines(panels, x=x, columns=min(2, len(panels)))
