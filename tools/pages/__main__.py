@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools.pages import draw, versions
 from tools.pages.fill import render
-from tools.pages.loss_curves import PUBLISHED, LossCurves
+from tools.pages.loss_curves import PRODUCTS, PUBLISHED, LossCurves
 from tools.pages.rows import measure, publish
 
 from bench_harness.core import plural
@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("draw", help="draw the explaining pictures of the documentation")
     curves = commands.add_parser("curves", help="train on real text, and write loss curves")
     curves.add_argument("target", type=Path)
+    curves.add_argument(
+        "--products", action="store_true", help="joined and float8 products, against bf16"
+    )
     tested = commands.add_parser("tested", help="record a run of the GPU tests")
     tested.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
     tested.add_argument("--part", required=True, choices=["one GPU", "several GPUs"])
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw.main()
         return 0
     if given.command == "curves":
-        measure(LossCurves(), PUBLISHED, given.target)
+        measure(LossCurves(), PRODUCTS if given.products else PUBLISHED, given.target)
         return 0
     if given.command == "fill":
         return max(_fill(file, check=given.check) for file in given.files)

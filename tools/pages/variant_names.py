@@ -89,6 +89,7 @@ _SHORTER = (
     ("copy graph joined", "graph joined"),
     ("FSDP graph joined", "FSDP joined"),
     ("copy graph float8", "float8"),
+    ("copy float8", "float8"),
 )
 
 

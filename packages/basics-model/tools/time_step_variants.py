@@ -241,7 +241,7 @@ class UnitAdamW:
         reduction.inputs.clear()
         self.kept.append(reduction.output)
         self.stream.wait_stream(torch.cuda.current_stream())
-        averages = torch.split_with_sizes(reduction.output, plan.ranges)[:: plan.stride]
+        averages = plan.parts(reduction.output, plan.chunks)
         first, second = self.moments[unit]
         with torch.cuda.stream(self.stream):
             for cut, grad, copy in zip(unit.cuts, averages, unit._sources, strict=True):
