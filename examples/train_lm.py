@@ -10,6 +10,7 @@ whose gradients a wrapper of ``ddp_lite`` averages, or shards, which ``shard_opt
 """
 
 import hashlib
+import importlib.util
 import itertools
 import math
 import os
@@ -40,7 +41,9 @@ from train_parallel import Parallelism, Replicas, make_parallelism
 from train_report import Report, say
 from train_settings import (
     ATTENTIONS,
+    FLOAT8_RECIPES,
     PRECISIONS,
+    PRODUCTS,
     WRAPPERS,
     Settings,
     application,
@@ -62,6 +65,7 @@ from basics_model import (
     open_tokens,
 )
 from basics_model.checkpoint import restore_rng_state
+from basics_model.products import use_float8_products
 from basics_model.sizes import model_flops
 from ddp_lite import PeerFailureError
 from flashattn_triton.context_parallel import RankLostError
@@ -177,6 +181,26 @@ def check_prompt(settings: Settings) -> None:
         )
 
 
+def check_float8(settings: Settings, device: torch.device) -> None:
+    """Refuses float8 products where they cannot be computed.
+
+    Raises:
+        ValueError: without torchao, a GPU that multiplies in float8, or bf16 around the products.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(
+            f"the package torchao must be installed for --products {settings.products}, but got "
+            'none here. Give pip install "basics-model[float8]".'
+        )
+    capable = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if not capable or settings.precision != "bf16":
+        raise ValueError(
+            f"--products {settings.products} must come with --precision bf16 on a GPU of compute "
+            f"capability 8.9 or more, but got {settings.precision} on {device.type}. Use "
+            "--products joined."
+        )
+
+
 def split_tokens(
     tokens: npt.NDArray[Any], settings: Settings
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -233,6 +257,9 @@ class Inputs:
             "precision",
         ):
             self.identity[name] = getattr(settings, name)
+        if settings.products in FLOAT8_RECIPES:
+            check_float8(settings, device)
+            self.identity["precision"] += f" with {settings.products} products"
 
 
 class Trainer:
@@ -260,12 +287,15 @@ class Trainer:
         model = TransformerLM(
             inputs.config,
             attention=inputs.context.attention if shared else inputs.attention,
+            products=PRODUCTS[settings.products],
             checkpoint_blocks=checkpoint_blocks,
             keep_attention=keep_attention,
             device=device,
         )
         if checkpoint is not None:  # on rank 0 alone: the others are given its weights
             model.load_state_dict(checkpoint.model)
+        if settings.products in FLOAT8_RECIPES:
+            together(lambda: use_float8_products(model, FLOAT8_RECIPES[settings.products]))
         if settings.compile:
             for block in model.blocks:
                 block.compile()

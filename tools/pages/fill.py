@@ -43,7 +43,8 @@ sentence cannot drift from the rows::
     none = ["steps", "median (ms)", { variant = "no communication" }]
 
 or a picture, ``[block.NAME.figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it
-is to show some of them, by their short names; or ``measured = ["steps"]``, which lists hardware,
+is to show some of them, by their short names, or of plain rows the timelines, told apart ``by`` a
+field; or ``measured = ["steps"]``, which lists hardware,
 versions and commits, or ``versions``, the table of :mod:`tools.pages.versions`.
 """
 
@@ -90,7 +91,7 @@ _KEYS = ("show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
-_FIGURE = ("source", "name", "file", "title", "variants")
+_FIGURE = ("source", "name", "file", "title", "variants", "by")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,15 +394,16 @@ def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.D
 
 def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
     from bench_harness.display.plots import png_bytes
+    from bench_harness.display.timelines import timelines as checked
 
     _check_keys(wanted, _FIGURE, "figure")
     source = _named(recipes, wanted.get("source"))
-    if source.experiment is None:
-        raise ValueError(
-            "a figure must be of an experiment, but got a source of plain rows. Name an "
-            "experiment in the source."
-        )
     name, file, rows = wanted["name"], wanted["file"], source.rows
+    if source.experiment is None and "by" not in wanted:
+        raise ValueError(
+            "a figure of plain rows must have by, the field that tells their timelines apart, but "
+            "got none. Name it, or an experiment in the source."
+        )
     if "variants" in wanted:
         rows = _variants(rows, wanted["variants"])
     target = recipes.folder / file
@@ -410,11 +412,15 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             f"figure file must be a PNG file in the page's folder or below it, but got {file!r}. "
             "Correct the path."
         )
-    experiment = _experiment(source.experiment)
 
     def draw() -> bytes:
+        if source.experiment is None:
+            return png_bytes(
+                timelines.draw(checked({r[wanted["by"]]: r["timeline"] for r in rows}))
+            )
         if name == bucket_model.FIGURE:
             return png_bytes(bucket_model.figure(to_frame(rows)))
+        experiment = _experiment(source.experiment)
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
         if name not in made:
             raise ValueError(

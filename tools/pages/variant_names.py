@@ -62,6 +62,9 @@ _WORDS = {
     "compile=blocks": "compiled",
     "elementwise=liger": "Liger",
     "keep_attention=True": "keep attention",
+    "products=joined": "joined",
+    "products=float8": "float8",
+    "products=float8-rows": "float8 rows",
 }
 _NUMBERED = {
     "bucket_size_mb": "{} MiB",
@@ -83,6 +86,9 @@ _SHORTER = (
     ("copies", "copy"),
     ("kept copy", "copy"),
     ("FSDP2 kept pre", "kept pre"),
+    ("copy graph joined", "graph joined"),
+    ("FSDP graph joined", "FSDP joined"),
+    ("copy graph float8", "float8"),
 )
 
 

@@ -193,9 +193,9 @@ def test_a_timing_of_the_last_experiment_comes_first_and_has_its_verdict() -> No
     rows = [step("model", "bf16", STEADY), step("model", "fp32", slow)]
     rows += [step("train-step", "torch DDP", slow), step("train-step", "NaiveDDP", SHAKY)]
     first, second, last = headlines(rows)
-    assert first.startswith("NaiveDDP beside torch DDP: cannot tell, ")
-    assert first.endswith(" (train-step case).")
-    assert second == "bf16 takes 10 ms, 0.33 of fp32: faster, sure (model case)."
+    assert first == "bf16 takes 10 ms, 0.33 of fp32: faster, sure (model case)."
+    assert second.startswith("NaiveDDP beside torch DDP: cannot tell, ")
+    assert second.endswith(" (train-step case).")
     assert last.startswith("1 of 4 timed figures")
 
 

@@ -68,6 +68,9 @@ def test_a_label_is_made_from_the_settings(variant: object, label: str) -> None:
 def test_labels_say_what_differs_and_nothing_else() -> None:
     bf16 = {"precision": "bf16"}
     variants = [of.read("flat", bf16), of.read({"wrapper": "flat", "compile": "blocks"}, bf16)]
+    float8 = of.read({"wrapper": "flat", "products": "float8"}, bf16)
+    assert of.labels([variants[0], float8]) == ["FlatDDP", "FlatDDP, products=float8"]
+    assert [float8.table().get("products"), variants[0].table().get("products")] == ["float8", None]
     assert of.labels(variants) == ["FlatDDP", "FlatDDP, compile=blocks"]
     most = of.read({"wrapper": "overlap", "compile": "blocks"}, bf16)
     assert of.labels([*variants, most]) == ["FlatDDP, compile=off", "FlatDDP", "OverlapDDP"]
@@ -106,6 +109,7 @@ def test_classes_of_one_name_and_two_learning_rates_have_labels_of_their_own() -
         ),
         ({"wrapper": {"name": "bucketed", "copy": 1}}, "copy must be of type bool"),
         ({"wrapper": 3}, "wrapper must be a name or a table with a name, but got 3"),
+        ({"products": "float8"}, "precision must be bf16 beside products=float8, but got fp32"),
         ({"precision": "fp8"}, "variant key precision must be one of 'fp32', 'tf32', 'bf16', but"),
         (
             {"wrapper": "flat", **SHARDED},
@@ -255,6 +259,7 @@ def case(tmp_path_factory):
                     "keep_attention": True,
                     "loss": "chunked",
                     "attention": "flash",
+                    "products": "joined",
                 },
             ],
             **TINY,
@@ -478,13 +483,14 @@ def test_wrong_training_is_found_before_it_is_timed() -> None:
                 "communication": "peer-copy",
             }
         },
+        {"products": "float8-rows", "precision": "bf16"},
     ],
 )
 def test_settings_of_other_machines_skip_the_variant(
     settings: dict[str, object],
 ) -> None:
     """It must not run over something else."""
-    unmet = "peer-copy must have GPUs|must have a group of NCCL"
+    unmet = "peer-copy must have GPUs|must have a group of NCCL|float8 products must have a GPU"
     if not hasattr(FSDPModule, "set_symm_mem_for_comm"):  # torch 2.11
         unmet += "|symmetric_memory must have a torch whose FSDP2"
     variant = of.read(settings, {})

@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from flashattn_triton.configs import TABLE, Tiling
 from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.problem import new_problem
+from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -149,7 +149,14 @@ ARCHITECTURES = {90: 227, 100: 227, 80: 163, 86: 99, 89: 99, 120: 99}
 def shipped() -> list[Request]:
     """Every row of the table on every architecture that takes it."""
     return [
-        Request(architecture, width, {2: "bf16", 4: "fp32"}[itemsize], tiling.pack(), {"causal": c})
+        Request(
+            architecture,
+            width,
+            {2: "bf16", 4: "fp32"}[itemsize],
+            tiling.pack(),
+            {"causal": c},
+            backward=width <= MAX_HEAD_DIM_BACKWARD,
+        )
         for architecture, limit in ARCHITECTURES.items()
         for (kilobytes, width, itemsize), tiling in TABLE.items()
         for c in (False, True)

@@ -320,6 +320,51 @@ def test_empty_problems(kind: str, with_sinks: bool, implementation: str, compil
         assert not leaf.grad.any()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", EMPTY)
+def test_empty_problems_with_everything_that_can_come_along(kind: str, compiled: bool) -> None:
+    query_shape, key_shape = EMPTY[kind]
+    batch, heads, n_queries, _ = query_shape
+    n_keys = key_shape[2]
+    ones = torch.ones(batch, dtype=torch.int32)
+    calls: list[dict[str, Any]] = [
+        {"mask": torch.ones(batch, 1, 1, n_keys, dtype=torch.bool)},
+        {"mask": torch.ones(batch, 1, n_queries, n_keys, dtype=torch.bool)},
+        {"bias": torch.zeros(heads, n_queries, n_keys)},
+        {"alibi_slopes": torch.ones(heads), "causal": "top-left", "prefix_lengths": ones},
+        {"key_lengths": ones},
+    ]
+    if kind != "no keys":
+        calls.append({"document_ids": torch.zeros(batch, n_queries, dtype=torch.int64)})
+    for given in calls:
+        rows = n_queries if "document_ids" in given else n_keys
+        leaves = [
+            torch.randn(shape, requires_grad=True)
+            for shape in (query_shape, *[(batch, 2, rows, 8)] * 2)
+        ]
+        attend = flash_attention
+        if compiled:
+            torch.compiler.reset()
+            attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        out, lse = attend(*leaves, return_lse=True, **given)
+        assert out.shape == query_shape
+        assert not out.any()
+        assert lse.isneginf().all()
+        assert not any(g.any() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "reference", "triton"])
+def test_no_sequences(implementation: str) -> None:
+    leaves = [torch.randn(0, 2, 8, device=DEVICE, requires_grad=True) for _ in range(3)]
+    none = [starts(0, device=DEVICE)] * 2
+    out = flash_attention_varlen(*leaves, *none, implementation=implementation)
+    assert out.shape == (0, 2, 8)
+    out.sum().backward()
+    behind = torch.randn(3, 2, 8, device=DEVICE)  # tokens that no sequence owns
+    out = flash_attention_varlen(*[behind] * 3, *none)
+    assert torch.equal(out, torch.zeros_like(behind))
+
+
 @pytest.mark.parametrize("lengths", [(0, 0), (0, 5), (5, 0)], ids=str)
 @pytest.mark.parametrize("implementation", ["tiled", "reference", "triton"])
 def test_empty_packed_problems(lengths: tuple[int, int], implementation: str) -> None:

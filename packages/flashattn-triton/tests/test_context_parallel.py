@@ -21,8 +21,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
-from flashattn_triton import flash_attention, flash_attention_varlen
+from flashattn_triton import (
+    context_parallel,
+    flash_attention,
+    flash_attention_varlen,
+    largest_scores,
+)
 from flashattn_triton.context_parallel import (
     RankLostError,
     all_gather_attention,
@@ -190,6 +196,12 @@ def compare(rank: int, world_size: int, way: str, name: str) -> None:
     for x, y in zip(found[5:], expected[5:], strict=True):  # sinks: the sum over ranks
         dist.all_reduce(x)
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    if way == "ring":
+        given = {x: y for x, y in keywords.items() if x != "sinks"}
+        largest = largest_scores(whole[0].detach(), whole[1].detach(), **given)
+        torch.testing.assert_close(
+            context_parallel.largest_scores(*own[:2], **options), largest, rtol=1e-4, atol=1e-4
+        )
     back = unshard_tokens(results[0].detach(), dim=dim, cu_seqlens=starts)
     assert back.shape == expected[0].shape
     if dtype == torch.float32:
@@ -251,7 +263,6 @@ def carry(rank: int, world_size: int, folder: str) -> None:
     memory: Any = SharedFiles(folder, Copies.nbytes(own, max(rows), SLOTS))
     ways: list[Transfers] = [Copies(memory, group, own, max(rows)), Messages(group, own)]
     for transfers in ways:
-        coming = {}
         for step in range(1, world_size):
             source, reader = (rank - step) % world_size, (rank + step) % world_size
             hidden, hides = (source, step) == (0, 2), (rank, step) == (0, 2)
@@ -263,10 +274,9 @@ def carry(rank: int, world_size: int, folder: str) -> None:
             assert not any(x.any() for x in sums)
             for x in sums:
                 x += 10 * rank + step
-            coming[reader, step] = transfers.give_back(step, sums, is_read=not hides)
-        for (reader, step), transfer in coming.items():
-            for x, y in zip(transfer.wait(), own, strict=True):
-                assert x.shape == (y[:0] if (rank, step) == (0, 2) else y).shape
+            coming = transfers.give_back(step, sums, is_read=not hides)
+            for x, y in zip(coming.wait(), own, strict=True):
+                assert x.shape == (y[:0] if hides else y).shape
                 assert (x == 10 * reader + step).all()
 
 
@@ -345,6 +355,16 @@ def use(rank: int, world_size: int, what: str) -> None:
             assert torch.equal(attend(x), attend(x.detach()))
         with torch.inference_mode():
             assert not attend(x).requires_grad
+    elif what == "counted operations":
+        with FlopCounterMode(display=False) as counter:
+            attend(x).sum().backward()
+        all_pairs = 2 * (8 * world_size) ** 2  # of two heads
+        assert counter.get_total_flops() * world_size == 2 * all_pairs * 16 * (2 + 5)
+        starts, p = torch.tensor([0, 3, 8 * world_size]), x.detach()[0].transpose(0, 1)
+        with FlopCounterMode(display=False) as counter:
+            all_gather_attention(p, p, p, cu_seqlens=starts)
+        pairs = 2 * (3**2 + (8 * world_size - 3) ** 2)
+        assert counter.get_total_flops() == 2 * (pairs // 2 // world_size) * 2 * 16 * 2
     elif what == "autocast":
         with torch.autocast("cpu", torch.bfloat16):
             assert context_parallel_attention(x, x, x).dtype == torch.bfloat16
@@ -372,6 +392,7 @@ USES = [
     "deterministic gradients",
     "a checkpoint",
     "no gradients",
+    "counted operations",
     "autocast",
     "second derivatives",
     "groups",
@@ -582,17 +603,25 @@ def test_a_cuda_graph(way: str) -> None:
 
 # CPUs have seen all problems. A test of its own for each: they compile beside each other.
 ON_GPUS = [
-    ("ring", "bf16"),
-    ("ring", "bf16, packed, a window"),
-    ("ring", "sinks, a soft-cap"),
-    ("ring by messages", "bf16"),
-    ("all-gather", "bf16"),
-    ("all-gather", "bf16, packed, a window"),
+    ("ring", "bf16", 2),
+    ("ring", "bf16", 3),
+    ("ring", "bf16", 4),
+    ("ring", "bf16, packed, a window", 3),
+    ("ring", "bf16, packed, a window", 4),
+    ("ring", "sinks, a soft-cap", 2),
+    ("ring", "sinks, a soft-cap", 4),
+    ("ring by messages", "bf16", 2),
+    ("ring by messages", "bf16", 4),
+    ("all-gather", "bf16", 2),
+    ("all-gather", "bf16", 3),
+    ("all-gather", "bf16, packed, a window", 2),
+    ("all-gather", "bf16, packed, a window", 4),
 ]
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("way", "name"), ON_GPUS)
-def test_gpus_compute_what_one_does(way: str, name: str) -> None:
-    world_size = min(torch.cuda.device_count(), 4)
+@pytest.mark.parametrize(("way", "name", "world_size"), ON_GPUS)
+def test_gpus_compute_what_one_does(way: str, name: str, world_size: int) -> None:
+    if torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs")
     run_ranks(compare, world_size, way, name, backend="nccl", timeout=200)

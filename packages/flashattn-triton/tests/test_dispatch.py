@@ -108,6 +108,10 @@ def test_packing_a_tiling_loses_nothing() -> None:
 def test_the_table_covers_everything(kilobytes: int, head_dim: int, dtype: torch.dtype) -> None:
     tiling = tiling_for(kilobytes * 1024, head_dim, dtype)
     assert (tiling == SMALLEST) == (kilobytes < 96)
+    if dtype is not torch.float32:
+        wide = [tiling_for(kilobytes * 1024, width, dtype) for width in (257, 512, 513, 576)]
+        assert wide[0] == wide[1]
+        assert wide[2] == wide[3]
 
 
 def test_half_types_share_their_tiles() -> None:

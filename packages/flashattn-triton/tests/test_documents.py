@@ -148,7 +148,6 @@ BAD = [
     (torch.tensor([[0.0, 1.0]]), r"must be integers .* but got torch\.float32 of shape \(1, 2\)"),
     (torch.tensor([[True, False]]), r"must be integers .* but got torch\.bool"),
     (torch.tensor(3), r"must be integers .* of shape \(\)"),
-    (torch.zeros(2, 0, dtype=torch.int64), r"at least one token, but got shape \(2, 0\)"),
 ]
 
 

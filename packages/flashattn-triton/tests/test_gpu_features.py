@@ -89,7 +89,29 @@ def test_forward_mode_and_gradient_penalties(dtype: torch.dtype) -> None:
     assert_near(*results, dtype)
 
 
-def test_wide_heads_are_refused_with_the_tier_that_has_no_limit() -> None:
+@pytest.mark.parametrize("widths", [(512, 512), (576, 512)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_wide_heads(widths: tuple[int, int], with_bias: bool) -> None:
+    shapes = ((2, 4, 300, widths[0]), (2, 2, 333, widths[0]), (2, 2, 333, widths[1]))
+    inputs = [torch.randn(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+    bias = torch.randn(1, 4, 300, 333, device="cuda", requires_grad=True) if with_bias else None
+    results = []
+    for implementation in ("auto", "reference"):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out, lse = flash_attention(
+            *leaves, bias=bias, causal="bottom-right", return_lse=True,
+            implementation=implementation,
+        )  # fmt: skip
+        wanted = leaves if bias is None else [*leaves, bias]
+        loss = out.float().square().sum() + lse.sum()
+        results.append((out, lse, *torch.autograd.grad(loss, wanted)))
+    assert_near(*results, torch.bfloat16)
+    said = explain(*inputs, causal="bottom-right")
+    assert "tier: triton" in said
+    assert ("backward: tiles of PyTorch, above head_dim 512" in said) == (widths[0] > 512)
+
+
+def test_wide_heads_of_fp32_are_refused_with_the_tier_that_has_no_limit() -> None:
     wide = torch.randn(1, 2, 40, 512, device="cuda")
     with pytest.raises(
         ValueError, match=r"at most 256 for Triton's kernels.*Use implementation='tiled'"

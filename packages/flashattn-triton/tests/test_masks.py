@@ -74,6 +74,59 @@ def test_what_keys_hold_that_no_query_sees_reaches_no_result(
     torch.testing.assert_close(found, clean, rtol=0, atol=0)
 
 
+# A mask of bands, and the keys (of 40) that it hides from all of 18 queries.
+BANDS: dict[str, tuple[dict[str, Any], slice]] = {
+    "causal": ({"causal": "top-left"}, slice(18, None)),
+    "a window ahead": ({"window": (None, 3)}, slice(21, None)),
+    "decoding in a window": ({"causal": "bottom-right", "window": (5, 0)}, slice(0, 17)),
+    "a prefix": ({"causal": "top-left", "prefix_lengths": [22, 5]}, slice(22, None)),
+}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", BANDS)
+def test_what_keys_hold_that_a_band_hides_reaches_no_result(name: str, implementation: Any) -> None:
+    options, hidden = dict(BANDS[name][0]), BANDS[name][1]
+    if "prefix_lengths" in options:
+        options["prefix_lengths"] = torch.tensor(options["prefix_lengths"], device=DEVICE)
+    inputs = leaves(2, n_keys=40)
+    bias = torch.randn(4, 18, 40, device=DEVICE, requires_grad=True)
+    mask = torch.ones(2, 1, 1, 40, dtype=torch.bool, device=DEVICE)
+    mask[1, ..., 18:22] = False
+    given = {"implementation": implementation, "mask": mask, "alibi_slopes": None, **options}
+    given["alibi_slopes"] = torch.rand(4, device=DEVICE)
+    clean = results(inputs, bias, **given)
+    dirty = [x.detach().clone() for x in inputs]
+    for x in dirty[1:]:
+        x[:, :, hidden] = float("nan")
+    found = results([x.requires_grad_() for x in dirty], bias, **given)
+    torch.testing.assert_close(found, clean)
+    assert not found[3][:, :, hidden].any()
+    expected = results(inputs, bias, **given | {"implementation": "reference"})
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_calls_leave_out_what_a_window_hides() -> None:
+    def attend(*inputs: Tensor) -> Tensor:
+        return flash_attention(*inputs, causal="bottom-right", window=(5, 0))
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n_keys in (40, 29, 19):
+        inputs = [x.detach() for x in leaves(2, n_keys=n_keys)]
+        for x in inputs[1:]:
+            x[:, :, : max(0, n_keys - 18 - 5)] = float("nan")
+        assert compiled(*inputs).isfinite().all()
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
+def test_a_bias_that_does_not_fit_all_keys_is_refused_though_a_window_hides_some() -> None:
+    inputs = leaves(2, n_keys=40)
+    with pytest.raises(ValueError, match=r"broadcasts to \(2, 4, 18, 40\)"):
+        flash_attention(
+            *inputs, bias=torch.zeros(18, 23), causal="bottom-right", window=(5, 0)
+        )  # fmt: skip
+
+
 def test_a_pair_bias_beside_a_key_mask_as_in_evoformer() -> None:
     inputs = leaves(2, 3)
     pair = torch.randn(2, 1, 4, 18, 21, device=DEVICE, requires_grad=True)

@@ -104,6 +104,22 @@ def test_gradients_are_added(name: str, implementation: Any) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_keys_hold_that_a_window_hides_reaches_no_gradient(implementation: Any) -> None:
+    shapes = ((2, 4, 20, 16), (2, 2, 60, 16), (2, 2, 60, 8))
+    leaves = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes]
+    options: Any = {"causal": "bottom-right", "window": (5, 0), "implementation": implementation}
+    out, lse = flash_attention(*leaves, return_lse=True, **options)
+    expected = torch.autograd.grad(out.sum(), leaves)
+    dirty = [x.detach().clone() for x in leaves]
+    for x in dirty[1:]:
+        x[:, :, :35] = float("nan")
+    sums = [torch.zeros(x.shape, device=DEVICE) for x in leaves]
+    backward(*dirty, out.detach(), lse.detach(), torch.ones_like(out), sums, **options)
+    for total, gradient in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_of_an_output_in_fp32(implementation: Any) -> None:
     leaves = [torch.randn(1, 2, 20, 16, device=DEVICE).half().requires_grad_() for _ in range(3)]
     keywords: dict[str, Any] = {"causal": True, "implementation": implementation}

@@ -12,10 +12,13 @@ one. The floor divides the FLOPs of all tokens by the ranks' rates; ``over_rate`
 the time, of which the slowest rank's counts, the median of ``--repeats``. With ``--step`` it is a
 step of a model of 8 billion parameters: stage 3 over all ranks, blocks recomputed but for the
 output of attention. MFU is that of 989 TFLOP/s, counts no recomputation, and only pairs of tokens
-that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do. A row is written as soon as
-it is measured.
-``--trace FOLDER`` keeps the timeline of one forward and backward pass of each rank. A problem that
-does not fit is a row with its error.
+that the mask shows; ``mfu_all_pairs`` counts all, as many trainers do.
+
+``exposed_ms`` and ``idle_ms`` are of one call more, which a profiler records: the time in which a
+GPU communicates and computes nothing, and in which it does neither, on the rank where it is most;
+``exposed_min_ms`` is on the rank that waits least for others. ``--timelines`` keeps its spans too.
+With ``--repeats 0`` the recorded step, after one that is not counted, is the one that counts. A row
+is written as soon as it is measured. A problem that does not fit is a row with its error.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import math
 import os
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,6 +42,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
+from bench_harness.traces.kineto import load, recording
+from bench_harness.traces.step import of_rank, over_ranks
+from bench_harness.traces.trace import phase
 from flashattn_triton import flash_attention
 from flashattn_triton.context_parallel import (
     all_gather_attention,
@@ -54,7 +61,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 PEAK_TFLOPS = 989.0
 GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if GPU else "cpu"
+DEVICE = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if GPU else "cpu")
 
 
 def parsed() -> argparse.Namespace:
@@ -73,7 +80,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--window", type=int, help="keys before a query's own")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=Path, default=Path("context_parallel.jsonl"))
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--timelines", action="store_true", help="in the rows of attention")
     parser.add_argument("--step", action="store_true")
     parser.add_argument("--layers", type=int, default=34, help="of the model of --step")
     parser.add_argument("--recompute-attention", action="store_true", help="with --step")
@@ -103,7 +110,7 @@ class Rows:
             about = {"experiment": "context-parallel", "case_key": label, "label": label}
             found = {k: round(x, 4) if isinstance(x, float) else x for k, x in row.items()}
             line = json.dumps({**about, **self._same, "rows": [found]})
-            print(line, flush=True)
+            print(line[:600], flush=True)
             with self._path.open("a") as file:
                 file.write(line + "\n")
 
@@ -123,7 +130,25 @@ def seconds(call: Callable[[], object], repeats: int) -> float:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         if turn:
             found.append(slowest.item())
-    return statistics.median(found)
+    return statistics.median(found) if found else 0.0
+
+
+def recorded(call: Callable[[], object], *, timelines: bool = False) -> dict[str, Any]:
+    """Exposed communication of one call, and its timeline."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        dist.barrier()
+        with recording(file, DEVICE), phase("call", DEVICE):
+            call()
+        trace = load(file)
+    own = of_rank(trace, trace.phases("call")[0], "recorded by torch.profiler")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    row = over_ranks(everyone)
+    kept = ["exposed_ms", "exposed_min_ms", "idle_ms", *["timeline"] * timelines]
+    return {"recorded_ms": row["timeline"]["ranks"][0]["window_ns"] / 1e6} | {
+        name: row[name] for name in kept
+    }
 
 
 def flops(tokens: int, heads: int, head_dim: int, window: int | None) -> float:
@@ -145,9 +170,9 @@ def leaves(tokens: int, arguments: argparse.Namespace) -> list[Tensor]:
 
 
 def time_attention(
-    attend: Callable[..., Any], tokens: int, arguments: argparse.Namespace
-) -> tuple[float, float]:
-    """Seconds of forward, and of forward and backward, with so many tokens on each rank."""
+    attend: Callable[..., Any], tokens: int, arguments: argparse.Namespace, *, record: bool
+) -> tuple[float, float, dict[str, Any]]:
+    """Seconds of forward, of forward and backward, and :func:`recorded`, of a rank's tokens."""
     inputs = leaves(tokens, arguments)
     window = None if arguments.window is None else (arguments.window, 0)
     grad_out = torch.randn_like(inputs[0])
@@ -162,25 +187,15 @@ def time_attention(
     with torch.no_grad():
         of_forward = seconds(forward, arguments.repeats)
     of_both = seconds(both, arguments.repeats)
-    if arguments.trace is not None:
-        arguments.trace.mkdir(parents=True, exist_ok=True)
-        with torch.profiler.profile() as profile:
-            both()
-            if GPU:
-                torch.cuda.synchronize()
-        name = getattr(attend, "__name__", "call")
-        file = arguments.trace / f"{name}-{tokens}-rank{dist.get_rank()}.json.gz"
-        profile.export_chrome_trace(str(file))
-    return of_forward, of_both
+    spans = recorded(both, timelines=arguments.timelines) if record else {}
+    return of_forward, of_both, spans
 
 
 def memory(*, copies: bool) -> dict[str, float]:
     """GiB that torch had allocated at most, and those besides that other ranks copy from."""
     if not GPU:
         return {}
-    shared = (
-        memory_for(dist.group.WORLD, torch.device(DEVICE)) if copies and dist.group.WORLD else ""
-    )
+    shared = memory_for(dist.group.WORLD, DEVICE) if copies and dist.group.WORLD else ""
     nbytes = 0 if isinstance(shared, str) else shared.nbytes
     return {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "shared_gib": nbytes / 2**30}
 
@@ -204,7 +219,7 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
     known = (arguments.heads, arguments.head_dim, arguments.window)
     for tokens in map(int, arguments.tokens.split(",")):
         n = arguments.rate_tokens or _tokens_of_equal_work(tokens, size, arguments)
-        alone = time_attention(flash_attention, n, arguments)
+        alone = time_attention(flash_attention, n, arguments, record=False)
         rates = flops(n, *known) / alone[0], 3.5 * flops(n, *known) / alone[1]
         rows.write(
             kind="one GPU", tokens=n, **shape, forward_ms=alone[0] * 1e3, both_ms=alone[1] * 1e3,
@@ -214,7 +229,7 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
             try:
-                times = time_attention(WAYS[way], tokens // size, arguments)
+                times = time_attention(WAYS[way], tokens // size, arguments, record=True)
             except torch.OutOfMemoryError as error:
                 rows.write(kind="attention", way=way, tokens=tokens, **shape, error=str(error))
                 continue
@@ -224,7 +239,7 @@ def time_ways(arguments: argparse.Namespace, rows: Rows) -> None:
             rows.write(
                 kind="attention", way=way, tokens=tokens, **shape, forward_ms=times[0] * 1e3,
                 both_ms=times[1] * 1e3, forward_over_rate=floors[0] / times[0],
-                both_over_rate=floors[1] / times[1], **memory(copies=way == "ring"),
+                both_over_rate=floors[1] / times[1], **memory(copies=way == "ring"), **times[2],
             )  # fmt: skip
 
 
@@ -280,16 +295,18 @@ def time_steps(arguments: argparse.Namespace, rows: Rows) -> None:
             shape["parameters"] = config.num_parameters
             try:
                 found = seconds(step, arguments.repeats)
+                spans = recorded(step)
             except torch.OutOfMemoryError as error:
                 rows.write(kind="step", **shape, error=str(error))
                 raise  # what stage 3 holds cannot be given back
+            found = found or spans["recorded_ms"] / 1e3
             all_pairs = 3 * model_flops(config, batch=1, seq=tokens)
             visible = all_pairs - 6 * config.num_layers * tokens**2 * config.d_model
             per_rank = found * dist.get_world_size() * 1e12 * PEAK_TFLOPS
             rows.write(
                 kind="step", **shape, step_s=found, tokens_per_second=tokens / found,
                 mfu=100 * visible / per_rank, mfu_all_pairs=100 * all_pairs / per_rank,
-                **memory(copies=way == "ring"),
+                **memory(copies=way == "ring"), **spans,
             )  # fmt: skip
             del module, model, optimizer, step
 

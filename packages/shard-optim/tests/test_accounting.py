@@ -1,8 +1,9 @@
 """Accounting against numbers worked out by hand."""
 
+import runpy
+
 import pytest
 
-from shard_optim import __main__ as command
 from shard_optim import accounting
 
 XL = 1_998_235_200
@@ -64,21 +65,6 @@ def test_buffers_are_bounded_by_the_model():
     assert memory.total == 4 * 1000 + 4 * 250 + 8 * 250 + 500
 
 
-def test_memory_on_the_command_line(capsys):
-    command.main(["memory", "--parameters", str(XL), "--ranks", "2", "4"])
-    header, *rows, unit = capsys.readouterr().out.splitlines()
-    assert header.split()[-4:] == ["total", "sent", "per", "step"]
-    assert "GB" in unit
-    assert len(rows) == 8
-    stage_1_of_4 = rows[5].split()
-    assert stage_1_of_4[:2] == ["1", "4"]
-    assert float(stage_1_of_4[-2]) == pytest.approx(20, rel=1e-3)
-    assert float(stage_1_of_4[-1]) == pytest.approx(3 * 4 * XL * 3 / 4 / 1e9, abs=1e-3)
-
-
-@pytest.mark.parametrize("parameters", ["0", "-5", "nan", "inf"])
-def test_bad_numbers_on_the_command_line(parameters):
-    with pytest.raises(SystemExit, match="--parameters must be at least 1, but got"):
-        command.main(["memory", "--parameters", parameters])
-    with pytest.raises(SystemExit, match="in_flight must be a number that is at least 0"):
-        command.main(["memory", "--parameters", "10", "--in-flight-gb", "-1"])
+def test_the_command_names_what_to_call():
+    with pytest.raises(SystemExit, match=r"Call shard_optim\.accounting\.rank_memory"):
+        runpy.run_module("shard_optim")

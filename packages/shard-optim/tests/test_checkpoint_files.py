@@ -124,27 +124,23 @@ class ChangesClass:
     DATA = b"\x80\x04cpathlib\nPurePath\nN}\x8c\x07changedK\x01s\x86b."
 
 
-def replace_old_value(folder, key, data):
-    """Puts other bytes into a stored value of version 0.1, and makes its checksum fit."""
-    buffer = io.BytesIO()
-    torch.save({}, buffer)
-    with zipfile.ZipFile(io.BytesIO(buffer.getvalue())) as archive:
-        names = archive.namelist()
-        entries = {name: archive.read(name) for name in names}
-    written = io.BytesIO()
-    with zipfile.ZipFile(written, "w") as archive:
-        for name, content in entries.items():
-            archive.writestr(name, data if name.endswith("data.pkl") else content)
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    [place] = [info for index, info in metadata.storage_data.items() if index.fqn == key]
-    path = folder / place.relative_path
-    old = path.read_bytes()
-    place.offset, place.length = len(old), len(written.getvalue())
-    path.write_bytes(old + written.getvalue())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+def replace_old_header(folder, data):
+    """Puts other bytes into the stored header of version 0.1, and makes its checksum fit."""
+    path, length = folder / "__1_0.distcp", 1645  # which begins with the header
+    saved = path.read_bytes()
+
+    def archive(comment):
+        written = io.BytesIO()
+        with zipfile.ZipFile(written, "w") as file:
+            file.writestr("archive/data.pkl", data)
+            file.comment = comment
+        return written.getvalue()
+
+    header = archive(bytes(length - len(archive(b""))))
+    path.write_bytes(header + saved[length:])
     line, _ = (folder / "checksums.json").read_text().splitlines()
     content = json.loads(line)
-    content["items"][f"{key} "] = zlib.crc32(written.getvalue())
+    content["items"]["header "] = zlib.crc32(header)
     line = json.dumps(content)
     (folder / "checksums.json").write_text(f"{line}\n{zlib.crc32(line.encode())}\n")
 
@@ -160,9 +156,9 @@ def check_code(rank, world_size, folder):
         shutil.copytree(OLD / "torch_dcp_stage3", old)
         (old / ".metadata").write_bytes(data)
         shutil.copytree(OLD / "torch_dcp_stage3", values)
-        replace_old_value(values, "header", data)
-        for each in (new, old, values):
-            with pytest.raises(ValueError, match="must be as it was written"):
+        replace_old_header(values, data)
+        for each, what in ((new, ""), (old, ""), (values, ".*header: ")):
+            with pytest.raises(ValueError, match=f"must be as it was written{what}"):
                 load(each, model, optimizer)
             shutil.rmtree(each)
         assert not Path(target).exists()

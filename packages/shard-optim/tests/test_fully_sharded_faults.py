@@ -18,6 +18,7 @@ from fully_sharded_models import OPTIMIZERS, loss_of, net
 from process_memory import ProcessMemory
 from ranks import run_ranks, set_collective_timeout
 from shard_optim import FullyShardedDataParallel, checkpoint_files, load, save
+from shard_optim import state as saved_state
 from shard_optim.communication import CollectiveError, GroupCollectives
 
 STEPS, SAVE_EVERY, FAULTY_STEP = 6, 2, 3
@@ -54,7 +55,7 @@ def arm(model, where, fault):
     elif where == "save":
         checkpoint_files.write_file = fault
     else:
-        checkpoint_files.read_elements = fault
+        saved_state.read_elements = fault
 
 
 def run(rank, world_size, folder, where=None, fault=None, start_again=False, over="gloo"):

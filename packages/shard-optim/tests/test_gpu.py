@@ -11,7 +11,7 @@ from torch import nn
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
 from shard_optim.accounting import rank_memory
-from shard_optim.offload import OffloadedOptimizer
+from shard_optim.offload import offloaded
 from whole_state import load_whole_optimizer, whole_optimizer
 
 
@@ -141,9 +141,8 @@ def test_offloaded_state_on_a_gpu():
     sets = [[nn.Parameter(torch.randn(numel, device="cuda")) for _ in range(count)]]
     sets.append([nn.Parameter(p.detach().clone()) for p in sets[0]])
     plain = torch.optim.AdamW(sets[0], fused=True)
-    offloaded = OffloadedOptimizer(
-        sets[1], torch.optim.AdamW, chunk_size_mb=chunk * numel * 4 / 2**20, fused=True
-    )
+    offloading_cls = offloaded(torch.optim.AdamW, chunk_size_mb=chunk * numel * 4 / 2**20)
+    optimizer = offloading_cls(sets[1], fused=True)
     for _ in range(4):
         for first, second in zip(*sets, strict=True):
             first.grad = torch.randn_like(first)
@@ -152,7 +151,7 @@ def test_offloaded_state_on_a_gpu():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        offloaded.step()
+        optimizer.step()
         peak = torch.cuda.max_memory_allocated() - before
         assert torch.cuda.memory_allocated() - before < 2**16  # counts of steps, the first time
     predicted = rank_memory(
@@ -162,6 +161,6 @@ def test_offloaded_state_on_a_gpu():
     for first, second in zip(*sets, strict=True):
         assert torch.equal(first, second)
         for key in ("exp_avg", "exp_avg_sq"):
-            resting = offloaded.state[second][key]
+            resting = optimizer.state[second][key]
             assert resting.is_pinned()
             assert torch.equal(resting, plain.state[first][key].cpu())

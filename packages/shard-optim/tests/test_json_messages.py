@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_lite.ranks
-from ddp_lite.ranks import Ranks
 from shard_optim import ShardedOptimizer
-from shard_optim.json_messages import all_gather_values, broadcast_value, decode, encode
+from shard_optim.json_messages import all_gather_values, decode, encode
+from shard_optim.mesh import resolve_mesh
 from whole_state import load_whole_optimizer, whole_optimizer
 
 VALUES = [
@@ -68,11 +68,11 @@ def check_collectives(rank: int, world_size: int) -> None:
     first, second = all_gather_values(values[rank], dist.group.WORLD)
     assert torch.equal(first, values[0])
     assert second == values[1]
-    ranks = Ranks(dist.group.WORLD, torch.device("cpu"), "Test")
-    assert broadcast_value(values[1] if rank == 0 else object(), ranks) == values[1]
-    for call, among in ((all_gather_values, dist.group.WORLD), (broadcast_value, ranks)):
+    mesh = resolve_mesh(None, device=torch.device("cpu"), owner="Test")
+    assert mesh.broadcast_value("test", values[1] if rank == 0 else object()) == values[1]
+    for call in (mesh.gather, mesh.broadcast_value):
         with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0 of 2\)"):
-            call(object() if rank == 0 else 1, among)
+            call("test", object() if rank == 0 else 1)
     ddp_lite.ranks._MOST_MESSAGE_BYTES = 150
     with pytest.raises(ValueError, match="bytes from rank 1"):
         all_gather_values(values[rank], dist.group.WORLD)

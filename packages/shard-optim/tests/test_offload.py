@@ -9,7 +9,7 @@ from torch import nn
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, full_state, load, save
 from shard_optim.accounting import rank_memory
-from shard_optim.offload import OffloadedOptimizer
+from shard_optim.offload import offloaded
 from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {
@@ -76,18 +76,18 @@ def test_the_same_bits_as_the_plain_class(name):
     models = [build() for _ in range(4)]
     cls, settings = getattr(torch.optim, name), CLASSES[name]
     plain = cls(groups(models[0]), **settings)
-    offloaded = OffloadedOptimizer(groups(models[1]), cls, chunk_size_mb=2e-4, **settings)
-    optimizers = [plain, offloaded]
+    offloading_cls = offloaded(cls, chunk_size_mb=2e-4)
+    optimizers = [plain, offloading_cls(groups(models[1]), **settings)]
     for step in range(6):
         if step == 3:  # each loads the state of the other
             for model in models[2:]:
                 model.load_state_dict(models[0].state_dict())
             optimizers += [
-                OffloadedOptimizer(groups(models[2]), cls, chunk_size_mb=2e-4, **settings),
+                offloading_cls(groups(models[2]), **settings),
                 cls(groups(models[3]), **settings),
             ]
             optimizers[2].load_state_dict(copy.deepcopy(plain.state_dict()))
-            optimizers[3].load_state_dict(copy.deepcopy(offloaded.state_dict()))
+            optimizers[3].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
         give_gradients(models, step, ("2.weight",) if step == 2 else ())
         for optimizer in optimizers:
             optimizer.param_groups[1]["lr"] *= 0.9
@@ -112,7 +112,7 @@ class Recording(torch.optim.AdamW):
 def test_state_visits_the_device_a_chunk_at_a_time():
     """Between steps it rests in the same memory; in a step, few parameters have copies of it."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    optimizer = OffloadedOptimizer(model.parameters(), Recording, chunk_size_mb=600 / 2**20)
+    optimizer = offloaded(Recording, chunk_size_mb=600 / 2**20)(model.parameters())
     give_gradients([model], 0)
     optimizer.step()
     resting = {p: state["exp_avg"] for p, state in optimizer.state.items()}
@@ -137,7 +137,7 @@ class Failing(torch.optim.AdamW):
 
 def test_a_step_that_raises_leaves_state_in_host_memory(monkeypatch):
     model = build()
-    optimizer = OffloadedOptimizer(model.parameters(), Failing)
+    optimizer = offloaded(Failing)(model.parameters())
     give_gradients([model], 0)
     optimizer.step()
     resting = {p: state["exp_avg"] for p, state in optimizer.state.items()}
@@ -153,7 +153,7 @@ def test_what_cannot_be_combined_is_refused():
         ShardedOptimizer(params, torch.optim.AdamW, offload_state=True, capturable=True)
     with pytest.raises(ValueError, match="but got LBFGS, which does not"):
         ShardedOptimizer(params, torch.optim.LBFGS, offload_state=True)
-    optimizer = OffloadedOptimizer(params, torch.optim.AdamW)
+    optimizer = offloaded(torch.optim.AdamW)(params)
     elsewhere = nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="one optimizer for each device"):
         optimizer.add_param_group({"params": [elsewhere]})
@@ -207,11 +207,11 @@ def check_sharded(folder, rank, settings):
 def check_fully_sharded(folder, rank):
     """Over the shards of a model; each loads what the other has saved."""
 
-    def make(offloaded):
+    def make(offload):
         torch.manual_seed(0)
         blocks = (nn.Linear(8, 8, bias=number % 2 == 0) for number in range(4))
         model = FullyShardedDataParallel(nn.Sequential(*blocks))
-        if offloaded:
+        if offload:
             return model, ShardedOptimizer(
                 model.parameters(), torch.optim.AdamW, offload_state=True, lr=0.1
             )
@@ -227,10 +227,10 @@ def check_fully_sharded(folder, rank):
 
     pairs = [make(False), make(True)]
     train(pairs, range(3))
-    for (model, optimizer), offloaded in zip(pairs[:2], (True, False), strict=True):
-        save(f"{folder}-{offloaded}", model, optimizer)
-        pairs.append(make(offloaded))
-        load(f"{folder}-{offloaded}", *pairs[-1])
+    for (model, optimizer), other in zip(pairs[:2], (True, False), strict=True):
+        save(f"{folder}-{other}", model, optimizer)
+        pairs.append(make(other))
+        load(f"{folder}-{other}", *pairs[-1])
     train(pairs, range(3, 5))
     for model, optimizer in pairs[1:]:
         assert_same(pairs[0][0], model)

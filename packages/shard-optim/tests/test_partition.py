@@ -1,10 +1,9 @@
 """The plans: every element owned once, balanced, whatever the sizes."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_optim import plan_buckets
+from shard_optim.bucket_layout import plan_buckets
 
 
 def owned(plan, rank):
@@ -96,20 +95,3 @@ def test_the_first_flat_buckets_can_be_smaller():
     plans = plan_buckets([3] + [1] * 13, **sizes, first_numel=2)
     assert [sum(plan.numels) for plan in plans] == [3, 6, 7]
     assert plan_buckets([1] * 24, **sizes, first_numel=9) == plan_buckets([1] * 24, **sizes)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"partition": "diagonal"}, "'flat', 'whole'"),
-        ({"world_size": 0}, "world_size=0"),
-        ({"bucket_numel": 0}, "bucket_numel=0"),
-        ({"first_numel": 0}, "first_numel=0"),
-        ({"alignment": 0}, "alignment=0"),
-        ({"numels": [3, -1]}, "numels must be at least 0, but got -1"),
-    ],
-)
-def test_bad_arguments_are_named(overrides, message):
-    arguments = {"numels": [1], "world_size": 2, "partition": "flat", "bucket_numel": 8}
-    with pytest.raises(ValueError, match=message):
-        plan_buckets(**arguments | overrides)

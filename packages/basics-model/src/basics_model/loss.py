@@ -108,23 +108,28 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = weight.to(dtype)
         total = torch.zeros((), dtype=accumulated, device=hidden.device)
         grad_hidden = torch.empty_like(hidden, dtype=dtype) if wanted[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=accumulated) if wanted[1] else None
+        grad_weight: Tensor | None = None
         for start in range(0, len(targets), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             rows = hidden[part].to(dtype)
             chosen = targets[part].unsqueeze(1)
-            logits = (rows @ narrow.T).to(accumulated)  # (chunk, V)
-            lse = logits.logsumexp(1, keepdim=True)
-            total += (lse - logits.gather(1, chosen)).sum()
+            log_p = (rows @ narrow.T).to(accumulated).log_softmax(1)  # (chunk, V)
+            log_p_chosen = log_p.gather(1, chosen)
+            total -= log_p_chosen.sum()
             if not any(wanted):
                 continue
-            grad = logits.sub_(lse).exp_()
-            grad.scatter_add_(1, chosen, grad.new_full((1, 1), -1.0).expand_as(chosen))
-            grad = grad.to(dtype)
+            # Each pass over the logits counts: exp writes the narrow dtype itself, and p - 1 is
+            # computed for the targets alone, in the wide one, where p may be close to 1.
+            grad = torch.exp(log_p, out=torch.empty_like(log_p, dtype=dtype))
+            grad.scatter_(1, chosen, (log_p_chosen.exp() - 1).to(dtype))
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ narrow
-            if grad_weight is not None:
-                grad_weight += grad.T @ rows
+            if wanted[1]:
+                grad_chunk = grad.T @ rows
+                if grad_weight is None:
+                    grad_weight = grad_chunk.to(accumulated)
+                else:
+                    grad_weight += grad_chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.n_targets = len(targets)
         ctx.dtypes = hidden.dtype, weight.dtype

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
 from basics_model.loss import linear_cross_entropy
+from basics_model.products import Products, separate_products
 from basics_model.recomputation import attention_kept
 from basics_model.sizes import ModelConfig, require_integer
 
@@ -109,11 +110,15 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention with rotary positions around a given attention callable."""
 
     def __init__(
-        self, config: ModelConfig, attention: Attention, **placement: Unpack[Placement]
+        self,
+        config: ModelConfig,
+        attention: Attention,
+        products: Products = separate_products,
+        **placement: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.attention = attention
+        self.attention, self.products = attention, products
         width = config.d_model
         self.query = Linear(width, width, **placement)
         self.key = Linear(width, width, **placement)
@@ -122,10 +127,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
-        x = shared_input(x)
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
-            for projection in (self.query, self.key, self.value)
+            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
+            for projected in self.products(shared_input(x), (self.query, self.key, self.value))
         )
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
         mixed = self.attention(query, key, value)  # [B, H, S, D]
@@ -158,6 +162,7 @@ class Block(nn.Module):
         self,
         config: ModelConfig,
         attention: Attention,
+        products: Products = separate_products,
         *,
         keep_attention: bool = False,
         **placement: Unpack[Placement],
@@ -165,7 +170,7 @@ class Block(nn.Module):
         super().__init__()
         self.keep_attention = keep_attention
         self.attention_norm = RMSNorm(config.d_model, **placement)
-        self.attention = SelfAttention(config, attention, **placement)
+        self.attention = SelfAttention(config, attention, products, **placement)
         self.feed_forward_norm = RMSNorm(config.d_model, **placement)
         self.feed_forward = SwiGLU(config.d_model, config.d_ff, **placement)
 
@@ -189,6 +194,9 @@ class TransformerLM(nn.Module):
         config: hyperparameters.
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
+        products: multiplies the input of attention with the weights of query, key and value: one
+            after the other, or as one product (:func:`basics_model.products.joined_products`),
+            which is faster where the weights lie side by side, as in a step of sharded parameters.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
             (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
             the input of every n-th block is kept, and the backward pass holds the activations of n
@@ -213,6 +221,7 @@ class TransformerLM(nn.Module):
         config: ModelConfig,
         *,
         attention: Attention = sdpa_attention,
+        products: Products = separate_products,
         checkpoint_blocks: int = 0,
         keep_attention: bool = False,
         device: torch.device | str | None = None,
@@ -230,7 +239,14 @@ class TransformerLM(nn.Module):
         self.checkpoint_blocks = 0 if keep_attention else checkpoint_blocks
         self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(
-            Block(config, attention, keep_attention=keep_attention, device=device, dtype=dtype)
+            Block(
+                config,
+                attention,
+                products,
+                keep_attention=keep_attention,
+                device=device,
+                dtype=dtype,
+            )
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)

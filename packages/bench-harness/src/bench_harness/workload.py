@@ -259,6 +259,8 @@ def language_model(
     checkpoint_blocks: int = 0,
     keep_attention: bool = False,
     chunked_loss: bool = False,
+    joined_products: bool = False,
+    float8_recipe: str | None = None,
 ) -> Workload:
     """The Transformer language model of a case, with a random batch of token ids.
 
@@ -271,20 +273,37 @@ def language_model(
         checkpoint_blocks: blocks that backward recomputes together; 0 keeps everything.
         keep_attention: of recomputed blocks, keep the output of fused attention.
         chunked_loss: the loss is made inside the model, without all logits in memory at once.
+        joined_products: query, key and value are one product.
+        float8_recipe: of :func:`basics_model.products.use_float8_products`; None for none.
+
+    Raises:
+        CaseSkipped: float8 products without torchao, or on a device that has none.
     """
     import torch
 
     import basics_model
+    from basics_model import products
 
     model_config = language_model_config(config)
     torch.manual_seed(seed)
     module = basics_model.TransformerLM(
         model_config,
         attention=attention or basics_model.sdpa_attention,
+        products=products.joined_products if joined_products else products.separate_products,
         checkpoint_blocks=checkpoint_blocks,
         keep_attention=keep_attention,
         device=device,
     )
+    if float8_recipe is not None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            raise CaseSkipped(
+                f"float8 products must have a GPU of compute capability 8.9 or more, but got "
+                f"{device}. Leave products out."
+            )
+        try:
+            products.use_float8_products(module, float8_recipe)
+        except ImportError as error:
+            raise CaseSkipped(str(error)) from error
     generator = torch.Generator(device=device).manual_seed(batch_seed)
     tokens = torch.randint(
         model_config.vocab_size,

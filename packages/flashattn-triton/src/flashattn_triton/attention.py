@@ -24,7 +24,7 @@ from flashattn_triton.inputs import (
     in_one_batch,
 )
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
-from flashattn_triton.masks import with_mask
+from flashattn_triton.masks import with_mask, without_unseen_keys
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
@@ -120,8 +120,9 @@ def flash_attention(
 
     Args:
         query: (B, H, N_q, D) for layout "bhsd", (B, N_q, H, D) for "bshd"; fp16, bf16 or fp32; D
-            and E from 1 to 256; without that limit, and fp64 too, where the implementation is
-            "tiled" (as for CPU tensors) or "reference". Any strides (copied if the last is not 1).
+            and E from 1 to 256, in half types 512 (D 576, whose gradients are computed by tiles of
+            PyTorch); without a limit, and fp64 too, where the implementation is "tiled" (as for CPU
+            tensors) or "reference". Any strides (copied if the last is not 1).
             The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), G dividing H: query head h reads key head h // (H / G).
         value: (B, G, N_k, E).
@@ -216,14 +217,18 @@ def flash_attention(
     given = NOTHING
     if not (alibi_slopes is bias is prefix_lengths is mask is sinks is None):
         given = (alibi_slopes, bias, prefix_lengths, mask, sinks, None, None)
+    rows = 1 if layout == "bshd" else 2
+    n_queries = first if rows == 1 else second
+    n_keys = key.shape[rows] if key.dim() == 4 else n_queries
+    if n_queries != n_keys and (causal or window is not None):
+        key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
     if problem.implementation == "reference":
         out, lse = _reference(problem, query, key, value, given)
     else:
         out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    n_queries, n_keys = (first, key.shape[1]) if layout == "bshd" else (second, key.shape[2])
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
-    if first > second and layout is None:
+    if layout is None and not torch.compiler.is_compiling() and first > second:
         warn_of_layout(layout, query, key, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
@@ -330,7 +335,11 @@ def flash_attention_varlen(
                 cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
             )
-    if cu_seqlens_q.dtype is not torch.int32 or cu_seqlens_k.dtype is not torch.int32:
+    if (
+        cu_seqlens_q.dtype is not torch.int32
+        or cu_seqlens_k.dtype is not torch.int32
+        or cu_seqlens_q.shape == (1,)
+    ):
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
     given = (alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
     if type(max_seqlen_q) not in _LENGTHS or type(max_seqlen_k) not in _LENGTHS:

@@ -102,14 +102,6 @@ class Tiling:
         )
 
 
-def check_tiling_type(tiling: object) -> None:
-    """Raises ``TypeError`` unless ``tiling`` is a :class:`Tiling` or None."""
-    if tiling is not None and not isinstance(tiling, Tiling):
-        raise TypeError(
-            f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
-        )
-
-
 def _tiles(numbers: Sequence[int]) -> Tiles:
     queries, keys, warps, stages, *use_tma = numbers
     return Tiles(queries, keys, warps, stages, use_tma=any(use_tma))
@@ -149,6 +141,8 @@ _LARGE = 220  # sm_90, sm_100
 _MEDIUM = 160  # sm_80
 _SMALL = 96  # sm_86, sm_89, sm_120
 _TMA = 1
+# Above head_dim 512, where no kernel computes gradients.
+_NO_BACKWARD = ((16, 16, 8, 1), (16, 16, 8, 1))
 
 TABLE = {
     (_LARGE, 64, 2): _tiling((64, 128, 4, 2, _TMA), (64, 64, 4, 3, _TMA), (64, 64, 4, 3, _TMA)),
@@ -167,15 +161,21 @@ TABLE = {
         (32, 16, 4, 1, _TMA),
         tma_reduce=True,
     ),
+    (_LARGE, 512, 2): _tiling((32, 32, 8, 2), (16, 32, 8, 2), (32, 32, 8, 2)),
+    (_LARGE, 576, 2): _tiling((16, 16, 8, 2), *_NO_BACKWARD),
     (_MEDIUM, 64, 2): _tiling((128, 64, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2)),
     (_MEDIUM, 128, 2): _tiling((128, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2)),
     (_MEDIUM, 256, 2): _tiling((64, 32, 8, 2), (32, 64, 8, 2), (64, 32, 8, 2)),
+    (_MEDIUM, 512, 2): _tiling((32, 32, 8, 2), (16, 32, 8, 2), (32, 32, 8, 2)),
+    (_MEDIUM, 576, 2): _tiling((16, 16, 8, 2), *_NO_BACKWARD),
     (_MEDIUM, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_MEDIUM, 128, 4): _tiling((32, 32, 4, 2), (16, 32, 4, 2), (32, 32, 8, 2)),
     (_MEDIUM, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     (_SMALL, 64, 2): _tiling((64, 64, 4, 3), (32, 64, 4, 2), (64, 32, 4, 2)),
     (_SMALL, 128, 2): _tiling((64, 32, 4, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
     (_SMALL, 256, 2): _tiling((64, 32, 8, 1), (32, 32, 8, 1), (32, 32, 8, 1)),
+    (_SMALL, 512, 2): _tiling((32, 32, 8, 1), (16, 16, 8, 1), (32, 16, 8, 1)),
+    (_SMALL, 576, 2): _tiling((16, 16, 8, 1), *_NO_BACKWARD),
     (_SMALL, 64, 4): _tiling((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
     (_SMALL, 128, 4): _tiling((32, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 1)),
     (_SMALL, 256, 4): _tiling((32, 16, 4, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
@@ -205,7 +205,7 @@ def tiling_for(
     """
     for kilobytes in (_LARGE, _MEDIUM, _SMALL):
         if shared_memory >= kilobytes * 1024:
-            width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+            width = next(width for width in (64, 128, 256, 512, 576) if head_dim <= width)
             kind = (kilobytes, width, dtype.itemsize)
             tiling = TABLE[kind]
             if bias and kind in FORWARD_WITH_BIAS:

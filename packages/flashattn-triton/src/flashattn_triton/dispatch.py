@@ -28,7 +28,8 @@ from flashattn_triton.mistakes import (
     warn_once,
 )
 from flashattn_triton.problem import (
-    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_BACKWARD,
+    MAX_HEAD_DIMS,
     Implementation,
     Keywords,
     Layout,
@@ -215,12 +216,13 @@ def _check_kernel_limits(dtype: torch.dtype, head_dims: tuple[int, int]) -> None
             "query must be float16, bfloat16 or float32 for Triton's kernels, but got float64. "
             "Convert it, or use implementation='tiled', which computes in float64."
         )
-    for name, dim in zip(("query", "value"), head_dims, strict=True):
-        if dim > MAX_HEAD_DIM:
+    limits = MAX_HEAD_DIMS[dtype.itemsize]
+    for name, dim, limit in zip(("query", "value"), head_dims, limits, strict=True):
+        if dim > limit:
             slices = ", or attend to slices of value one by one" if name == "value" else ""
             raise ValueError(
-                f"{name} must have a head_dim of at most {MAX_HEAD_DIM} for Triton's kernels, but "
-                f"got {dim}. Use implementation='tiled', which has no limit{slices}."
+                f"{name} must have a head_dim of at most {limit} for Triton's kernels in {dtype}, "
+                f"but got {dim}. Use implementation='tiled', which has no limit{slices}."
             )
 
 
@@ -322,6 +324,9 @@ def explain(
         else:
             kernels["backward, keys (dK, dV)"] = plan.tiling.key_pass
             kernels["backward, queries (dQ)"] = plan.tiling.query_pass
+        if max(head_dims) > MAX_HEAD_DIM_BACKWARD:
+            kernels = {name: t for name, t in kernels.items() if name == "forward"}
+            lines.append(f"backward: tiles of PyTorch, above head_dim {MAX_HEAD_DIM_BACKWARD}")
         lines += [
             f"{name}: {t.queries} queries x {t.keys} keys, {t.warps} warps, {t.stages} stages"
             f"{', fed by the TMA where strides allow it' if t.use_tma else ''}"

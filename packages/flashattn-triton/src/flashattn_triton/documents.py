@@ -55,7 +55,7 @@ def cu_seqlens_of(
         takes.
 
     Raises:
-        ValueError: not integers, no tokens, or a document in several pieces.
+        ValueError: not integers, or a document in several pieces.
         TypeError: not a tensor.
         RuntimeError: where the host does not wait: a document in several pieces, or more than
             ``max_documents``.
@@ -67,7 +67,7 @@ def cu_seqlens_of(
         if len(scattered):
             raise ValueError(f"{_SCATTERED} in row {int(scattered[0])}. {_REMEDY}")
         starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=n_tokens)
-        return starts.int(), int(starts.diff().max())
+        return starts.int(), int(starts.diff().max()) if n_tokens else 0
     torch._assert_async(in_one_piece.all(), f"{_SCATTERED}. {_REMEDY}")
     positions = torch.arange(n_tokens, device=rows.device)
     starts = torch.where(begins.flatten(), positions, n_tokens).sort().values
@@ -90,14 +90,10 @@ def _rows(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"document_ids must be integers (..., sequence), but got {document_ids.dtype} of shape "
             f"{tuple(document_ids.shape)}. Number each token's document."
         )
-    if document_ids.numel() == 0:
-        raise ValueError(
-            f"document_ids must have at least one token, but got shape "
-            f"{tuple(document_ids.shape)}. Leave empty batches out."
-        )
-    rows = document_ids.reshape(-1, document_ids.shape[-1])
+    rows = document_ids[None] if document_ids.dim() == 1 else document_ids.flatten(0, -2)
     begins, distinct = (
-        F.pad(x[:, 1:] != x[:, :-1], (1, 0), value=True) for x in (rows, rows.sort(dim=1).values)
+        F.pad(x[:, 1:] != x[:, :-1], (1, 0), value=True)[:, : x.shape[1]]
+        for x in (rows, rows.sort(dim=1).values)
     )
     return rows, begins, begins.sum(dim=1) == distinct.sum(dim=1)
 

@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -82,8 +83,13 @@ def as_length(length: object) -> Any:
 
 
 def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Starts of packed sequences in int32; one tensor for both stays one."""
+    """Starts of packed sequences in int32, of one empty one if there are none.
+
+    One tensor for both stays one.
+    """
     same = cu_seqlens_k is cu_seqlens_q
+    if cu_seqlens_q.shape == cu_seqlens_k.shape == (1,):
+        cu_seqlens_q, cu_seqlens_k = F.pad(cu_seqlens_q, (0, 1)), F.pad(cu_seqlens_k, (0, 1))
     starts_q, starts_k = (
         x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k)
     )

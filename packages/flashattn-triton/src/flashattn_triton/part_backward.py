@@ -22,10 +22,18 @@ from torch import Tensor
 from flashattn_triton.inputs import as_length, as_starts, check_inputs
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised
+from flashattn_triton.masks import without_unseen_keys
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import add_gradients
 from flashattn_triton.operator_rules import Given
-from flashattn_triton.problem import Layout, OptionKeywords, Problem, heads_first, new_problem
+from flashattn_triton.problem import (
+    Layout,
+    OptionKeywords,
+    Problem,
+    heads_first,
+    new_problem,
+    seen_keys,
+)
 
 
 @torch.no_grad()
@@ -110,6 +118,13 @@ def flash_attention_backward(
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
     given: Given = (alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
+    rows = 1 if problem.layout == "bshd" else 2
+    if not packed and query.shape[rows] != key.shape[rows]:
+        first, last = seen_keys(query.shape[rows], key.shape[rows], problem)
+        whole = key
+        key, value, given = without_unseen_keys(problem, query.shape[rows], key, value, given)
+        if key.shape != whole.shape:
+            into = [into[0], *(x.narrow(rows, first, last - first) for x in into[1:])]
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
     if problem.implementation == "reference":
         _by_definition(problem, tensors, normalised(problem, query, key, given), into)

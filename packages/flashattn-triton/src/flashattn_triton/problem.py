@@ -20,7 +20,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
-from flashattn_triton.configs import Tiling, check_tiling_type
+from flashattn_triton.configs import Tiling
 
 Causal = Literal["none", "top-left", "bottom-right", "bottom-right-window"]
 Layout = Literal["bhsd", "bshd"]
@@ -31,7 +31,11 @@ Window = tuple[int | None, int | None]
 
 LAYOUTS = get_args(Layout)
 IMPLEMENTATIONS = get_args(Implementation)
-MAX_HEAD_DIM = 256
+# Widest head_dims of query and of value that Triton's kernels compute, by bytes of an element.
+# Operands of fp32 are split into three parts, which do not fit registers beyond that.
+MAX_HEAD_DIMS = {2: (576, 512), 4: (256, 256)}
+# Beyond this head_dim the kernels have no backward pass: dK and dV of a tile do not fit.
+MAX_HEAD_DIM_BACKWARD = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of scale and soft-cap: kernels compute in fp32 with either, its inverse, and their product or
 # quotient, all times log2(e).
@@ -188,6 +192,17 @@ def diagonal_offset(n_queries: int, n_keys: int, problem: Problem) -> int:
     return n_keys - n_queries if problem.bottom_right else 0
 
 
+def seen_keys(
+    n_queries: int, n_keys: int, problem: Problem
+) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """The keys that a causal mask or a window does not hide from all queries, first to last + 1."""
+    left, right = problem.band
+    if problem.bottom_right:
+        first = 0 if left is None else torch.sym_max(0, n_keys - n_queries - left)
+        return first, n_keys
+    return 0, n_keys if right is None else torch.sym_min(n_keys, n_queries + right)
+
+
 # Problems by the arguments that they were made of; emptied when it is full.
 _problems: dict[Any, Problem] = {}
 _LIMIT = 4096
@@ -261,7 +276,10 @@ def _checked(
     if layout != "thd":
         check_layout(layout)
     check_implementation(implementation)
-    check_tiling_type(tiling)
+    if tiling is not None and not isinstance(tiling, Tiling):
+        raise TypeError(
+            f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
+        )
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),

@@ -130,7 +130,7 @@ class ScoreTiles:
         self.mask_and_bias = mask_and_bias
         self.offset = diagonal_offset(n_queries, n_keys, problem)
         prefixes = mask_and_bias.prefix_lengths
-        prefix = 0 if prefixes is None else int(prefixes.item())
+        prefix = 0 if prefixes is None or self.batch == 0 else int(prefixes.item())
         self.band = Band.of(n_queries, n_keys, problem, prefix)
         mask = mask_and_bias.mask
         self._hidden_keys = None if mask is None else (mask == 0).all(0)

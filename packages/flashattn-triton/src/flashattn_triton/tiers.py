@@ -17,7 +17,7 @@ from flashattn_triton.dispatch import Plan
 from flashattn_triton.launch import Packing, empty_result, unit_last_stride
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.problem import Problem, as_given, heads_first
+from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
 
 # (query, key, value, packing=None, mask_and_bias=...) to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
@@ -119,7 +119,7 @@ def _backward_launcher(
         views = _views(rows, problem)
         if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
             return hopper_backward_call(views, dl, problem, packing, sums)
-    if plan.tiling is None:
+    if plan.tiling is None or rows[0].shape[-1] > MAX_HEAD_DIM_BACKWARD:
         return functools.partial(_tiled_backward, problem)
     from flashattn_triton.portable.backward import backward_call
 
@@ -132,7 +132,8 @@ def _bias_launcher(
     tensors: Sequence[Tensor | None], problem: Problem, plan: Plan, mask_and_bias: MaskAndBias
 ) -> Callable[..., Tensor]:
     """What computes the gradient of the bias, given what a backward pass takes but for packing."""
-    if plan.tiling is None:
+    query = tensors[0]
+    if plan.tiling is None or (query is not None and query.shape[-1] > MAX_HEAD_DIM_BACKWARD):
         from flashattn_triton.tiled import tiled_bias_backward
 
         def launch(*given: Any) -> Tensor:

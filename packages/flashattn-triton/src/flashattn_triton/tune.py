@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command ``python -m flashattn_triton.tune``; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m flashattn_triton.tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="1 to 256")
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="1 to 512")
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=["bf16"])
     parser.add_argument("--mask", choices=("causal", "full"), nargs="+", default=["causal", "full"])
     parser.add_argument("--batch", type=int, default=1, help="sequences of the timed problem")

@@ -2,7 +2,6 @@
 
 from typing import Never
 
-from shard_optim.bucket_layout import BucketPlan, Span, plan_buckets
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import FullyShardedDataParallel
 from shard_optim.gradient_norm import ShardedGradScaler
@@ -13,28 +12,29 @@ from shard_optim.state import full_state, load, load_full_state, save
 __version__ = "0.1.0"
 
 __all__ = [
-    "BucketPlan",
     "CollectiveError",
     "FullyShardedDataParallel",
     "Partition",
     "ShardedGradScaler",
     "ShardedOptimizer",
-    "Span",
     "full_state",
     "load",
     "load_full_state",
-    "plan_buckets",
     "save",
 ]
 
 # Names that there were, and the calls in their place.
+_BUCKETS = "ShardedOptimizer(params, optimizer_cls, bucket_size_mb=...), which plans its buckets"
 _REPLACED = {
+    "BucketPlan": _BUCKETS,
     "OffloadedOptimizer": "ShardedOptimizer(params, optimizer_cls, offload_state=True)",
     "WholeMatrixOptimizer": 'ShardedOptimizer(matrices, optimizer_cls, partition="whole")',
+    "Span": _BUCKETS,
     "full_optimizer_state": 'full_state(model, optimizer), whose "optimizer" it is',
     "load_checkpoint": "load(folder, optimizer=optimizer)",
     "load_full_optimizer_state": "load_full_state(state, model, optimizer)",
     "load_fully_sharded": "load(folder, model, optimizer)",
+    "plan_buckets": _BUCKETS,
     "save_checkpoint": "save(folder, optimizer=optimizer)",
     "save_fully_sharded": "save(folder, model, optimizer)",
 }

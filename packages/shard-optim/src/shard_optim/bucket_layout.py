@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from ddp_lite.reduce import Waitable
 from shard_optim.communication import Communication
 from shard_optim.optimizer_class import Groups, Partition, all_params, name_of
 
-PARTITIONS: tuple[Partition, ...] = ("flat", "whole")
+PARTITIONS: tuple[Partition, ...] = get_args(Partition)
 
 MIB = 1024**2
 
@@ -60,8 +61,7 @@ SHARDED = "_sharded"
 # --- plans -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """The part of one parameter that one rank owns: elements ``[start, start + length)``."""
 
     start: int
@@ -105,10 +105,10 @@ class BucketPlan:
         offset, numel = self.offsets[position], self.numels[position]
         if numel == 0:
             owner = min(offset // max(self.chunk, 1), self.world_size - 1)
-            return Span(start=0, length=0) if rank == owner else None
+            return Span(0, 0) if rank == owner else None
         begin = max(offset, rank * self.chunk)
         end = min(offset + numel, (rank + 1) * self.chunk)
-        return Span(start=begin - offset, length=end - begin) if begin < end else None
+        return Span(begin - offset, end - begin) if begin < end else None
 
 
 def plan_buckets(
@@ -136,41 +136,32 @@ def plan_buckets(
             gradients are the last that backward makes, so nothing hides its reduction.
         alignment: parameters start at multiples of this many elements, because matrix kernels
             are slower on misaligned operands.
-
-    Raises:
-        ValueError: for an unknown partition, a negative number of elements, or a size or world size
-            below 1.
     """
-    _check_partition(partition)
     first = bucket_numel if first_numel is None else first_numel
-    if min(world_size, bucket_numel, first, alignment) < 1:
-        raise ValueError(
-            "world_size, bucket_numel, first_numel and alignment must be at least 1, but got "
-            f"world_size={world_size}, bucket_numel={bucket_numel}, first_numel={first_numel}, "
-            f"alignment={alignment}. Leave out what has a default."
+    flat, totals, plans = partition == "flat", [0] * world_size, []
+    split = _split_by_size(numels, bucket_numel, first)
+    for members in split if flat else _split_by_padding(numels, bucket_numel, world_size):
+        sizes = [numels[index] for index in members]
+        padded = [round_up(size, alignment) for size in sizes]
+        offsets = list(accumulate(padded, initial=0))[:-1]
+        chunk = -(-(offsets[-1] + sizes[-1]) // world_size)
+        if not flat:
+            owned = assign_owners(padded, totals)
+            chunk = max(sum(padded[at] for at in mine) for mine in owned)
+            for rank, mine in enumerate(owned):
+                starts = accumulate((padded[at] for at in mine), initial=rank * chunk)
+                for at, start in zip(mine, starts, strict=False):
+                    offsets[at] = start
+        plans.append(
+            BucketPlan(
+                members=tuple(members),
+                offsets=tuple(offsets),
+                numels=tuple(sizes),
+                chunk=chunk,
+                world_size=world_size,
+            )
         )
-    if negative := [numel for numel in numels if numel < 0]:
-        raise ValueError(
-            f"numels must be at least 0, but got {negative[0]}. Pass each parameter's numel()."
-        )
-    if partition == "flat":
-        return [
-            _flat_bucket(members, numels, world_size, alignment)
-            for members in _split_by_size(numels, bucket_numel, first)
-        ]
-    totals = [0] * world_size
-    return [
-        _whole_bucket(members, numels, totals, alignment)
-        for members in _split_by_padding(numels, bucket_numel, world_size)
-    ]
-
-
-def _check_partition(partition: Partition) -> None:
-    if partition not in PARTITIONS:
-        raise ValueError(
-            f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless the "
-            "optimizer looks at shapes."
-        )
+    return plans
 
 
 def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
@@ -209,42 +200,24 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _flat_bucket(
-    members: Sequence[int], numels: Sequence[int], world_size: int, alignment: int
-) -> BucketPlan:
-    offsets, filled = [], 0
-    for index in members:
-        offsets.append(round_up(filled, alignment))
-        filled = offsets[-1] + numels[index]
-    return BucketPlan(
-        members=tuple(members),
-        offsets=tuple(offsets),
-        numels=tuple(numels[index] for index in members),
-        chunk=-(-filled // world_size),
-        world_size=world_size,
-    )
+def assign_owners(costs: Sequence[int], totals: list[int]) -> list[list[int]]:
+    """Divides items over ranks, most costly first, each to the rank with the lowest cost so far.
 
+    Args:
+        costs: of each item.
+        totals: each rank's cost before, which breaks ties; this assignment is added.
 
-def _whole_bucket(
-    members: Sequence[int], numels: Sequence[int], totals: list[int], alignment: int
-) -> BucketPlan:
-    """Greedy by size; ``totals`` carries each rank's load over buckets and breaks ties."""
-    world_size = len(totals)
-    loads = [0] * world_size
-    location: dict[int, tuple[int, int]] = {}  # parameter -> (rank, offset in its range)
-    for index in sorted(members, key=lambda index: (-numels[index], index)):
-        rank = min(range(world_size), key=lambda rank: (loads[rank], totals[rank], rank))
-        location[index] = (rank, loads[rank])
-        loads[rank] += round_up(numels[index], alignment)
-        totals[rank] += numels[index]
-    chunk = max(loads)
-    return BucketPlan(
-        members=tuple(members),
-        offsets=tuple(location[index][0] * chunk + location[index][1] for index in members),
-        numels=tuple(numels[index] for index in members),
-        chunk=chunk,
-        world_size=world_size,
-    )
+    Returns:
+        For every rank, the positions of its items, most costly first.
+    """
+    owned: list[list[int]] = [[] for _ in totals]
+    loads = [0] * len(totals)
+    for position in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
+        rank = min(range(len(totals)), key=lambda rank: (loads[rank], totals[rank], rank))
+        owned[rank].append(position)
+        loads[rank] += costs[position]
+        totals[rank] += costs[position]
+    return owned
 
 
 # --- one flat buffer -----------------------------------------------------------------------
@@ -262,7 +235,6 @@ class Shard:
         begin: their place inside this rank's range of the bucket.
         view: those elements inside the parameter's storage: one-dimensional under "flat", of the
             parameter's own shape under "whole".
-        tensor: what the local optimizer updates: ``view`` itself, or a master copy of it.
     """
 
     param: Tensor
@@ -271,12 +243,6 @@ class Shard:
     span: Span
     begin: int
     view: Tensor
-    tensor: Tensor
-
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates a higher-precision copy."""
-        return self.tensor is not self.view
 
 
 class Bucket:
@@ -338,7 +304,6 @@ class Bucket:
                         span=span,
                         begin=begin - self.rank * plan.chunk,
                         view=view,
-                        tensor=view,
                     )
                 )
 
@@ -372,19 +337,12 @@ class Bucket:
         """Which rank holds which elements of the state of one parameter."""
         param = self.params[position]
         shard = next((s for s in self.shards if s.index == self.indices[position]), None)
-
-        def span_of(rank: int) -> tuple[int, int] | None:
-            span = self.plan.span(position, rank)
-            return None if span is None else (span.start, span.length)
-
         return Place(
             name=self.names[position],
             size=param.size(),
             stride=param.stride(),
-            span_of=span_of,
-            replicated=False,
-            rank=self.rank,
-            form=torch.Size([0]) if shard is None else shard.tensor.size(),
+            owned=self.plan.span(position, self.rank),
+            form=torch.Size([0]) if shard is None else shard.view.size(),
         )
 
     def describe(self, what: str) -> str:
@@ -477,6 +435,20 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, at twice its speed on CUDA: the kernel for several tensors is better.
+
+    Args:
+        tensor: of any shape; returned itself if it has the dtype.
+        dtype: of the result.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    result = torch.empty_like(tensor, dtype=dtype)
+    torch._foreach_copy_([result], [tensor])
+    return result
+
+
 def flat_slice(
     whole: Tensor, size: torch.Size, stride: tuple[int, ...], first: int, count: int
 ) -> Tensor:
@@ -485,38 +457,37 @@ def flat_slice(
     return in_memory_order(whole.detach(), like)[first : first + count]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Place:
-    """Which rank holds which elements of one tensor, and the form in which this rank holds them.
+    """Which elements of one tensor this rank holds, and the form in which it holds them.
 
     Attributes:
         name: of the parameter or buffer, for errors.
         size: of the whole tensor.
         stride: of the whole tensor, whose elements are counted in memory order.
-        span_of: for a rank, the first element that it holds and their number; None if it keeps no
-            state of the tensor.
-        replicated: whether every rank holds all elements.
-        rank: this rank.
+        owned: the first element that this rank holds and their number; None if it keeps no state
+            of the tensor.
         form: size of the tensor that holds this rank's elements.
+        replicated: whether every rank holds all elements.
     """
 
     name: str
     size: torch.Size
     stride: tuple[int, ...]
-    span_of: Callable[[int], tuple[int, int] | None]
-    replicated: bool
-    rank: int
+    owned: tuple[int, int] | None
     form: torch.Size
+    replicated: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
         """The first element that this rank holds, and their number."""
-        return self.span_of(self.rank) or (0, 0)
+        first, count = self.owned or (0, 0)
+        return first, count  # which saved state holds: no Span
 
     @property
     def held(self) -> bool:
         """Whether this rank keeps state of the tensor."""
-        return self.span_of(self.rank) is not None
+        return self.owned is not None
 
     @property
     def whole_here(self) -> bool:
@@ -532,6 +503,16 @@ class Place:
     def shaped(self, flat: Tensor) -> Tensor:
         """The tensor that holds this rank's elements, from a vector of them."""
         return flat.as_strided(self.size, self.stride) if self.whole_here else flat.view(self.form)
+
+    def beside(self, size: torch.Size) -> Place:
+        """Where a tensor of another size lies that belongs to this one, which has one owner."""
+        return replace(
+            self,
+            size=size,
+            stride=torch.empty(size, device="meta").stride(),
+            owned=(0, size.numel()) if self.held else None,
+            form=size if self.whole_here else torch.Size([0]),
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -551,48 +532,31 @@ class Row:
         """What the other ranks are told: dtype, shape of the whole, first element, their number."""
         return self.tensor.dtype, tuple(self.place.size), *self.place.span
 
+    def copied(self) -> Row:
+        """A copy on the CPU, which training does not change."""
+        return Row(place=self.place, tensor=self.tensor.detach().to("cpu", copy=True))
 
-def replicated_place(name: str, tensor: Tensor, rank: int) -> Place:
+
+def replicated_place(name: str, tensor: Tensor) -> Place:
     """Where a tensor lies that every rank holds whole."""
-    numel, size = tensor.numel(), tensor.size()
+    size = tensor.size()
     stride = tensor.stride() if _is_dense(tensor) else torch.empty(size, device="meta").stride()
-    return Place(
-        name=name,
-        size=size,
-        stride=stride,
-        span_of=lambda _rank: (0, numel),
-        replicated=True,
-        rank=rank,
-        form=size,
-    )
+    return Place(name, size, stride, (0, size.numel()), form=size, replicated=True)
 
 
 # --- all of them -----------------------------------------------------------------------------
-
-
-def check_placement(partition: Partition, bucket_size_mb: float | None) -> None:
-    """Refuses arguments of ``Placement``.
-
-    Raises:
-        ValueError: for an unknown partition, or a size that is not positive and finite.
-    """
-    _check_partition(partition)
-    if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
-        raise ValueError(
-            f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
-            "out for an eighth of the parameters."
-        )
 
 
 class Placement:
     """Puts trainable parameters into buckets, and remembers which are frozen.
 
     Args:
-        communication: of the ranks that share each bucket.
-        ranks: these ranks.
         partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
-            and begins with smaller ones. See ``check_placement``.
+            and begins with smaller ones.
+
+    Raises:
+        ValueError: for an unknown partition, or a size that is not positive and finite.
 
     Attributes:
         bucket_size_mb: as given.
@@ -600,56 +564,63 @@ class Placement:
         frozen: numbers of the parameters that have no place.
     """
 
-    def __init__(
-        self,
-        communication: Communication,
-        ranks: Ranks,
-        partition: Partition,
-        bucket_size_mb: float | None,
-    ) -> None:
+    def __init__(self, partition: Partition, bucket_size_mb: float | None) -> None:
+        if partition not in PARTITIONS:
+            raise ValueError(
+                f"partition must be one of {PARTITIONS}, but got {partition!r}. Use 'flat' unless "
+                "the optimizer looks at shapes."
+            )
+        if bucket_size_mb is not None and not 0 < bucket_size_mb < math.inf:
+            raise ValueError(
+                f"bucket_size_mb must be positive and finite, but got {bucket_size_mb}. Leave it "
+                "out for an eighth of the parameters."
+            )
         self.bucket_size_mb = bucket_size_mb
         self.buckets: list[Bucket] = []
         self.frozen: list[int] = []
-        self._communication, self._ranks = communication, ranks
         self._partition: Partition = partition
 
-    def place(self, groups: Groups, indices: Iterable[int]) -> list[Bucket]:
-        """Makes buckets for the trainable ones of these parameters."""
+    def place(
+        self, groups: Groups, added: Iterable[int], communication: Communication, ranks: Ranks
+    ) -> list[Bucket]:
+        """Makes buckets for added parameters, and for frozen ones that have become trainable.
+
+        Args:
+            groups: all groups of parameters.
+            added: numbers of parameters that were not placed before.
+            communication: of the ranks that share each bucket.
+            ranks: these ranks.
+
+        Returns:
+            The new buckets, the same on every rank.
+        """
         params = all_params(groups)
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        for index in indices:
+        candidates, self.frozen = [*self.frozen, *added], []
+        for index in candidates:
             if params[index].requires_grad:
                 kinds[params[index].dtype, params[index].device].append(index)
             else:
                 self.frozen.append(index)
-        added = []
+        made = []
         for (dtype, _), members in kinds.items():
-            for plan in self._plan([params[index].numel() for index in members], dtype):
+            numels = [params[index].numel() for index in members]
+            for plan in self._plan(numels, dtype, ranks.size):
                 chosen = [members[position] for position in plan.members]
-                added.append(
-                    Bucket(
-                        [params[index] for index in chosen],
-                        indices=chosen,
-                        names=[name_of(groups, index) for index in chosen],
-                        plan=plan,
-                        shaped=self._partition == "whole",
-                        communication=self._communication,
-                        ranks=self._ranks,
-                    )
+                bucket = Bucket(
+                    [params[index] for index in chosen],
+                    indices=chosen,
+                    names=[name_of(groups, index) for index in chosen],
+                    plan=plan,
+                    shaped=self._partition == "whole",
+                    communication=communication,
+                    ranks=ranks,
                 )
-        self.buckets += added
-        return added
+                made.append(bucket)
+        self.buckets += made
+        return made
 
-    def place_unfrozen(self, groups: Groups) -> list[Bucket]:
-        """Makes buckets for parameters that became trainable; the same on every rank."""
-        if not self.frozen:
-            return []
-        params = all_params(groups)
-        thawed = [index for index in self.frozen if params[index].requires_grad]
-        self.frozen = [index for index in self.frozen if index not in thawed]
-        return self.place(groups, thawed)
-
-    def _plan(self, numels: Sequence[int], dtype: torch.dtype) -> list[BucketPlan]:
+    def _plan(self, numels: Sequence[int], dtype: torch.dtype, world_size: int) -> list[BucketPlan]:
         size_mb, first = self.bucket_size_mb, None
         if size_mb is None:
             share = sum(numels) * dtype.itemsize / DEFAULT_BUCKETS / MIB
@@ -657,7 +628,7 @@ class Placement:
             first = SMALLEST_DEFAULT_MB * MIB // dtype.itemsize
         return plan_buckets(
             numels,
-            world_size=self._ranks.size,
+            world_size=world_size,
             partition=self._partition,
             bucket_numel=max(1, int(size_mb * MIB / dtype.itemsize)),
             first_numel=first,

@@ -27,15 +27,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from ddp_lite.ranks import Ranks
 from shard_optim.bucket_layout import Row
-from shard_optim.communication import CollectiveError
 from shard_optim.dcp_folder import read_dcp_description
-from shard_optim.json_messages import all_gather_values, decode, encode
-from shard_optim.mesh import Mesh
+from shard_optim.json_messages import decode, encode
+from shard_optim.mesh import on_every_rank
 from shard_optim.stored_tensor import (
     Contents,
     Part,
@@ -45,12 +41,15 @@ from shard_optim.stored_tensor import (
     damaged,
     dtype_named,
     read_checksummed,
-    read_elements,
     read_small,
 )
 
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 CONTENTS = "contents.json"
+
+Plan = Mapping[str, Sequence[Any]]
+"""By key the dtype and shape of a tensor, the first element that a rank gives, their number, and in
+a folder the fields of its ``Part`` that say where they are."""
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -60,8 +59,8 @@ def write_folder(
     folder: str | Path,
     rows: Mapping[str, Row],
     values: Mapping[str, Any],
-    ranks: Ranks,
-    group: dist.ProcessGroup | None = None,
+    rank: int,
+    gather: Callable[[str, Any], list[Any]],
 ) -> None:
     """Writes a new checkpoint. Collective; the folder becomes one at the very end.
 
@@ -69,67 +68,55 @@ def write_folder(
         folder: the same on every rank. It must not hold a checkpoint.
         rows: this rank's parts of tensors, by key; together, the ranks give each tensor once.
         values: what ``encode`` accepts, by key. The first rank that gives a key counts.
-        ranks: that hold the state.
-        group: the ranks that write, if these are others.
+        rank: of this process among those that write.
+        gather: given words for errors and a value, returns every rank's.
 
     Raises:
         CollectiveError: on every rank, if one of them failed.
     """
-    rank = (group or ranks.group).rank()
+    folder, words = Path(folder), "saving a checkpoint"
 
-    def all_ranks(call: Callable[[], Any]) -> list[Any]:
-        return together("saving a checkpoint", ranks, call, group)
-
-    folder = Path(folder)
-
-    def prepare() -> Any:
+    def write() -> Any:
         folder.mkdir(parents=True, exist_ok=True)
-        return {key: row.described for key, row in rows.items()}, values
+        return write_file(folder, rank, rows), values
 
-    prepared = all_ranks(prepare)
-    check_plans([described for described, _ in prepared])
-    written = all_ranks(lambda: write_file(folder, rank, rows))
+    plans, merged = agreed(on_every_rank(words, write, gather))
 
     def finish() -> None:
-        tensors: dict[str, StoredTensor] = {}
-        for described, places in zip((d for d, _ in prepared), written, strict=True):
-            for key, (dtype, shape, first, count) in described.items():
-                parts = list(tensors[key].parts) if key in tensors else []
-                if count:
-                    parts.append(Part(first=first, count=count, **places[key]))
-                parts.sort(key=lambda part: part.first)
-                tensors[key] = StoredTensor(dtype=dtype, shape=shape, parts=tuple(parts))
-        merged: dict[str, Any] = {}
-        for _, given in prepared:
-            merged = given | merged
-        _write_descriptions(folder, tensors, merged)
+        if rank == 0:
+            _write_descriptions(folder, plans, merged)
 
-    all_ranks(lambda: finish() if rank == 0 else None)
+    on_every_rank(words, finish, gather)
 
 
-def check_plans(plans: Sequence[Mapping[str, Any]]) -> None:
-    """Every rank checks the same plans, so every rank raises the same error.
+def agreed(given: Sequence[tuple[Plan, Mapping[str, Any]]]) -> tuple[list[Plan], dict[str, Any]]:
+    """The plans and small values of all ranks, in which each tensor is given exactly once.
+
+    Every rank checks the same plans, so every rank raises the same error.
 
     Raises:
         ValueError: if ranks give different dtypes or shapes, or do not cover a tensor once.
     """
-    given: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
     kinds: dict[str, Any] = {}
-    for rank, plan in enumerate(plans):
-        for key, (dtype, shape, first, count) in plan.items():
+    values: dict[str, Any] = {}
+    for rank, (plan, small) in enumerate(given):
+        values = {**small, **values}
+        for key, (dtype, shape, first, count, *_) in plan.items():
             if kinds.setdefault(key, (dtype, shape)) != (dtype, shape):
                 raise ValueError(
                     f"every rank must hold {key} with the same dtype and shape, but rank {rank} "
                     f"has {dtype} {tuple(shape)} where another has {kinds[key]}. Build the same "
                     "model and optimizer on every rank"
                 )
-            given.setdefault(key, []).extend([(first, count)] if count else [])
-    for key, spans in given.items():
-        if problem := coverage(math.prod(kinds[key][1]), spans):
+            spans.setdefault(key, []).extend([(first, count)] if count else [])
+    for key, found in spans.items():
+        if problem := coverage(math.prod(kinds[key][1]), found):
             raise ValueError(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Build "
                 "the same model and optimizer on every rank, and step it on every rank or on none"
             )
+    return [plan for plan, _ in given], values
 
 
 class _Checksummed:
@@ -145,42 +132,39 @@ class _Checksummed:
         return self._file.write(data)
 
 
-def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
-    """Writes one rank's file.
-
-    Returns:
-        For each key the fields of its ``Part`` that say where it is.
-    """
-    name, places = f"__{rank}_0.distcp", {}
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> Plan:
+    """Writes one rank's file."""
+    name, plan = f"__{rank}_0.distcp", {}
     with (folder / name).open("wb") as file:
         for key, row in rows.items():
-            if not row.place.span[1]:
-                continue
-            stream, offset = _Checksummed(file), file.tell()
-            # A copy, because torch.save would write everything that shares its memory.
-            torch.save(row.flat.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
-            place = {"file": name, "offset": offset, "length": file.tell() - offset}
-            places[key] = place | {"crc32": stream.crc32}
+            place = {}
+            if row.place.span[1]:
+                stream, offset = _Checksummed(file), file.tell()
+                # A copy, because torch.save would write everything that shares its memory.
+                copy = row.flat.to("cpu", copy=True).contiguous()
+                torch.save(copy, stream)  # type: ignore[arg-type]
+                length = file.tell() - offset
+                place = {"file": name, "offset": offset, "length": length, "crc32": stream.crc32}
+            plan[key] = (*row.described, place)
         file.flush()
         os.fsync(file.fileno())
-    return places
+    return plan
 
 
-def _write_descriptions(
-    folder: Path, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
-) -> None:
+def _write_descriptions(folder: Path, plans: Sequence[Plan], values: Mapping[str, Any]) -> None:
+    tensors: dict[str, Any] = {}
+    for plan in plans:
+        for key, (dtype, shape, first, count, place) in plan.items():
+            name = str(dtype).removeprefix("torch.")
+            entry = tensors.setdefault(key, {"dtype": name, "shape": list(shape), "parts": []})
+            if count:
+                entry["parts"].append({"first": first, "count": count, **place})
+                entry["parts"].sort(key=lambda part: part["first"])
     metadata = _torch_metadata(tensors)
     content = {
         "format": 1,
         "metadata_crc32": zlib.crc32(metadata),
-        "tensors": {
-            key: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "parts": [vars(part) for part in tensor.parts],
-            }
-            for key, tensor in tensors.items()
-        },
+        "tensors": tensors,
         "values": {key: encode(value) for key, value in values.items()},
     }
     line = json.dumps(content)
@@ -197,67 +181,39 @@ def _write_durably(path: Path, data: bytes) -> None:
     new.replace(path)
 
 
-def _torch_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
+def _torch_metadata(tensors: Mapping[str, Any]) -> bytes:
     """The description for the tools of ``torch.distributed.checkpoint``."""
     # Importing it changes warning filters, so that waits for the first checkpoint.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+    from torch.distributed.checkpoint import filesystem, metadata
 
     described: dict[str, Any] = {}
     stored_at: dict[Any, Any] = {}
-    for key, tensor in tensors.items():
+    for key, entry in tensors.items():
         chunks = []
-        for part in tensor.parts:
-            offsets = torch.Size([part.first])
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([part.count])))
-            stored_at[MetadataIndex(key, offsets)] = _StorageInfo(
-                relative_path=part.file, offset=part.offset, length=part.length
+        for part in entry["parts"]:
+            offsets, sizes = torch.Size([part["first"]]), torch.Size([part["count"]])
+            chunks.append(metadata.ChunkStorageMetadata(offsets=offsets, sizes=sizes))
+            stored_at[metadata.MetadataIndex(key, offsets)] = filesystem._StorageInfo(
+                relative_path=part["file"], offset=part["offset"], length=part["length"]
             )
-        described[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=tensor.dtype),
-            size=torch.Size([tensor.numel]),
+        described[key] = metadata.TensorStorageMetadata(
+            properties=metadata.TensorProperties(dtype=dtype_named(entry["dtype"])),
+            size=torch.Size([math.prod(entry["shape"])]),
             chunks=chunks,
         )
-    return pickle.dumps(
-        Metadata(state_dict_metadata=described, planner_data={}, storage_data=stored_at)
-    )
+    return pickle.dumps(metadata.Metadata(described, planner_data={}, storage_data=stored_at))
 
 
 # --- reading ---------------------------------------------------------------------------------
 
 
-def read_contents(folder: str | Path, ranks: Mesh) -> Contents:
-    """The description of a checkpoint. Collective.
+def read_description(folder: Path) -> Contents:
+    """The description of a checkpoint.
 
     Raises:
-        FileNotFoundError: on every rank, if the folder holds no complete checkpoint.
-        ValueError: on every rank, if its description is damaged or impossible, or if ranks have
-            read different checkpoints.
-        CollectiveError: if a peer died or timed out, or could not read.
+        FileNotFoundError: if the folder holds no complete checkpoint.
+        ValueError: if its description is damaged or impossible.
     """
-    found: list[Contents] = []
-
-    def read() -> None:
-        found.append(_read_description(Path(folder)))
-
-    together("loading a checkpoint", ranks.shards, read)
-    identities = ranks.gather("loading a checkpoint", found[0].identity)
-    others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
-    if others:
-        raise ValueError(
-            f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
-            f"than rank 0. Pass the same folder on every rank, here {folder}"
-        )
-    return found[0]
-
-
-def _read_description(folder: Path) -> Contents:
     if not (folder / METADATA).exists():
         raise FileNotFoundError(
             f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "
@@ -288,82 +244,3 @@ def _read_description(folder: Path) -> Contents:
             raise damaged(folder / METADATA, "its checksum differs")
     check_tensors(folder, contents.tensors)
     return contents
-
-
-def read_ranges(
-    folder: str | Path,
-    contents: Contents,
-    wanted: Mapping[str, tuple[int, int]],
-    ranks: Ranks,
-) -> dict[str, Tensor]:
-    """Reads parts of tensors that any number of ranks wrote. Collective.
-
-    Args:
-        folder: the same on every rank.
-        contents: of this folder.
-        wanted: what this rank wants, by key: the first element and the number of elements.
-        ranks: that read.
-
-    Returns:
-        By key a vector on the CPU, in the dtype that is stored.
-
-    Raises:
-        ValueError: on every rank, if a file is damaged.
-        CollectiveError: on every rank, if one of them failed in another way.
-    """
-    found: dict[str, Tensor] = {}
-
-    def read() -> None:
-        for key, (first, count) in wanted.items():
-            found[key] = read_elements(Path(folder), key, contents.tensors[key], first, count)
-
-    together("loading a checkpoint", ranks, read)
-    return found
-
-
-# --- agreement -------------------------------------------------------------------------------
-
-
-def _failure_to_write(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind one of ``torch.save``'s, which ends its file even then.
-
-    On a full disk that complains of a position in the file.
-    """
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def together(
-    what: str, ranks: Ranks, call: Callable[[], Any], group: dist.ProcessGroup | None = None
-) -> list[Any]:
-    """Runs ``call`` on every rank and returns all results, or raises on every rank.
-
-    Args:
-        what: the call, in words.
-        ranks: that make it.
-        call: returns what ``encode`` accepts.
-        group: the ranks that make it, if these are others.
-    """
-    kind, problem, value = "", None, None
-    try:
-        value = call()
-    except Exception as error:  # noqa: BLE001 - raised below, on every rank
-        cause = _failure_to_write(error) or error
-        kind, problem = type(cause).__name__, str(cause)
-    mine = (kind, problem, value)
-    if group is None:
-        everyone = ranks.together(what, all_gather_values, mine, ranks.control)
-    else:
-        everyone = ranks.call(what, all_gather_values, mine, group)
-    failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
-    if failed:
-        for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):
-            if all(kind == known.__name__ for kind, _ in failed.values()):
-                raise known(next(problem for _, problem in failed.values()))
-        shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failed.items())
-        raise CollectiveError(
-            f"every rank must succeed in {what}, but some failed: {shown}. Earlier checkpoints are "
-            "untouched. Fix the cause and try again"
-        )
-    return [value for _, _, value in everyone]

@@ -78,14 +78,17 @@ class ForwardWaits:
     Args:
         module: the root, after every ``compile()`` of a module in it.
         wait_all: waits for every all-gather.
+        hook_gradients: whether every gradient calls ``check_read``; else somebody else does.
 
     Attributes:
         pending: whether all-gathers may be under way.
         unread: identities of the parameters that were not awaited since they were launched.
     """
 
-    def __init__(self, module: nn.Module, wait_all: Callable[[], None]) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, wait_all: Callable[[], None], *, hook_gradients: bool
+    ) -> None:
+        self._module, self._hook_gradients = module, hook_gradients
         self.pending = False
         self.unread: set[int] = set()
         self._calls: dict[nn.Module, WaitingCall] = {}
@@ -115,6 +118,17 @@ class ForwardWaits:
                     call.keys.add(key)
                     if bucket_of[key] not in call.buckets:
                         call.buckets.append(bucket_of[key])
+        waits_if_alive = weakref.ref(self)  # a hook must not keep other parameters alive
+
+        def on_gradient(param: Tensor) -> None:
+            waits = waits_if_alive()
+            if waits is not None:
+                waits.check_read((param,))
+
+        for param in (
+            (p for bucket in buckets for p in bucket.params) if self._hook_gradients else ()
+        ):
+            param.register_post_accumulate_grad_hook(on_gradient)
 
     def started(self) -> None:
         """All-gathers were launched: from here on, reads must wait."""
@@ -141,19 +155,6 @@ class ForwardWaits:
                         "compile before attach(), call wait() before the forward, or use "
                         "overlap=None"
                     )
-
-    def hook_gradients(self, buckets: Iterable[Bucket]) -> None:
-        """Makes every gradient of these buckets' parameters call ``check_read``."""
-        waits_if_alive = weakref.ref(self)  # a hook must not keep other parameters alive
-
-        def on_gradient(param: Tensor) -> None:
-            waits = waits_if_alive()
-            if waits is not None:
-                waits.check_read((param,))
-
-        for bucket in buckets:
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(on_gradient)
 
 
 def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -8,15 +8,13 @@ of these) into JSON without loss, and ``decode`` turns it back.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks, all_gather_json
-from shard_optim.stored_tensor import from_bytes
+from ddp_lite.ranks import all_gather_json
 
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
@@ -36,43 +34,27 @@ def all_gather_values(value: Any, communicator: Any) -> list[Any]:
         TypeError: on every rank, if any rank's value cannot be encoded.
         ValueError: on every rank, if the messages need more than 256 MiB in all.
     """
-    problem, encoded = None, None
+    everyone = all_gather_json(message(value), communicator)
+    return [content(each, rank, communicator.size()) for rank, each in enumerate(everyone)]
+
+
+def message(value: Any) -> list[Any]:
+    """A value as JSON, after the problem if it has none, which must reach ranks that wait."""
     try:
-        encoded = encode(value)
+        return [None, encode(value)]
     except TypeError as error:
-        problem = str(error)  # sent to all ranks, which would otherwise wait for this one
-    everyone = all_gather_json([problem, encoded], communicator)
-    for rank, (problem, _) in enumerate(everyone):
-        if problem is not None:
-            raise TypeError(f"{problem} (on rank {rank} of {communicator.size()})")
-    return [decode(encoded) for _, encoded in everyone]
+        return [str(error), None]
 
 
-def broadcast_value(value: Any, ranks: Ranks) -> Any:
-    """Rank 0's value, on every rank: unlike a gathered one, it is held once. Collective.
-
-    Args:
-        value: see ``encode``; of the other ranks it is not looked at.
-        ranks: get it.
+def content(message: list[Any], rank: int, size: int) -> Any:
+    """The value in a rank's message.
 
     Raises:
-        TypeError: on every rank, if the value cannot be encoded.
+        TypeError: if it holds a problem.
     """
-    message = b""
-    if ranks.rank == 0:
-        try:
-            message = json.dumps([None, encode(value)]).encode()
-        except TypeError as error:
-            message = json.dumps([str(error), None]).encode()
-    size = torch.tensor([len(message)], device=ranks.device)
-    ranks.overwrite_with_rank_0([size])
-    data = torch.empty(int(size), dtype=torch.uint8, device=ranks.device)
-    if ranks.rank == 0:
-        data.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-    ranks.overwrite_with_rank_0([data])
-    problem, encoded = json.loads(tensor_bytes(data.cpu()))
+    problem, encoded = message
     if problem is not None:
-        raise TypeError(f"{problem} (on rank 0 of {ranks.size})")
+        raise TypeError(f"{problem} (on rank {rank} of {size})")
     return decode(encoded)
 
 
@@ -138,3 +120,10 @@ def tensor_bytes(values: Tensor) -> bytearray:
     if memory:  # frombuffer refuses an empty one
         torch.frombuffer(memory, dtype=torch.uint8).copy_(values.view(torch.uint8))
     return memory
+
+
+def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
+    """The memory as a vector."""
+    if not memory:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

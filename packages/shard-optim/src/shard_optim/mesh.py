@@ -7,6 +7,7 @@ across the first dimension, over which everything is replicated (hybrid sharding
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, broadcast, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.json_messages import all_gather_values, broadcast_value
+from shard_optim.json_messages import (
+    all_gather_values,
+    content,
+    from_bytes,
+    message,
+    tensor_bytes,
+)
 
 
 class Mesh:
@@ -57,6 +64,11 @@ class Mesh:
         self.name = str(self.gather("the naming of the ranks", secrets.token_hex(4))[0])
 
     @property
+    def number(self) -> int:
+        """This rank's position in ``everyone``."""
+        return self.everyone.index(dist.get_rank())
+
+    @property
     def levels(self) -> list[Ranks]:
         """Ranks such that a broadcast from the first of each in turn reaches all ranks."""
         return [self.shards] if self.replicas is None else [self.replicas, self.shards]
@@ -71,21 +83,23 @@ class Mesh:
         """Whether this rank is one of those that together hold the first copy of everything."""
         return self.replicas is None or self.replicas.rank == 0
 
-    def broadcast_to_replicas(self, what: str, values: Tensor) -> None:
-        """Overwrites a tensor with that of the first replica's rank that holds the same shard."""
-        if self.replicas is not None:
-            self.replicas.together(what, broadcast, self.replicas.control, as_sent(values))
-
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's."""
         for ranks in self.levels:
             ranks.together(what, broadcast, ranks.control, as_sent(values))
 
     def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value; see ``json_messages.py`` for what it may be."""
-        for ranks in self.levels:
-            value = ranks.together(what, broadcast_value, value, ranks)
-        return value
+        """The first rank's value, held once, unlike gathered ones; see ``json_messages.py``.
+
+        Raises:
+            TypeError: on every rank, if the value cannot be encoded.
+        """
+        text = bytearray(json.dumps(message(value if self.first else None)).encode())
+        size = torch.tensor([len(text)], device=self.shards.device)
+        self.broadcast(what, size)
+        data = from_bytes(text.ljust(int(size)), torch.uint8)[: int(size)].to(self.shards.device)
+        self.broadcast(what, data)
+        return content(json.loads(tensor_bytes(data.cpu())), 0, len(self.everyone))
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's value, in the order of ``everyone``; see ``json_messages.py``."""
@@ -94,30 +108,6 @@ class Mesh:
             gathered = ranks.together(what, all_gather_values, everyone, ranks.control)
             everyone = [each for several in gathered for each in several]
         return everyone
-
-    def on_first_replica(self, what: str, action: Callable[[], object]) -> None:
-        """Does something on the ranks of the first replica, while the others wait for it.
-
-        Raises:
-            CollectiveError: on the others, if the action raised on the first; if a peer died.
-        """
-        if self.replicas is None:
-            action()
-            return
-        problem = None
-        try:
-            if self.first_replica:
-                action()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            problem = self.replicas.together(what, broadcast_value, problem, self.replicas)
-        if problem is not None:
-            raise CollectiveError(
-                f"every rank must take part in {what}, but it failed on the first replica: "
-                f"{problem}"
-            )
 
     def agree(self, facts: Sequence[str], *, must: str, remedy: str) -> None:
         """Compares facts over all ranks, the most general first.
@@ -129,6 +119,43 @@ class Mesh:
         words = "the comparison of what the ranks make"
         gather = partial(self.gather, words)
         self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
+
+
+def on_every_rank(
+    what: str, call: Callable[[], Any], gather: Callable[[str, Any], list[Any]]
+) -> list[Any]:
+    """Runs ``call`` on every rank and returns all results, or raises on every rank.
+
+    Args:
+        what: the call, in words.
+        call: returns what ``encode`` accepts.
+        gather: given words for errors and a value, returns every rank's.
+
+    Raises:
+        CollectiveError: if a rank raised; an error of arguments or files that all ranks that raised
+            have in common is raised as it is.
+    """
+    kind, problem, value = "", None, None
+    try:
+        value = call()
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        cause: BaseException | None = error
+        # On a full disk torch.save() raises for a position in the file after the system's error.
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        kind, problem = type(cause or error).__name__, str(cause or error)
+    everyone = gather(what, (kind, problem, value))
+    failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
+    if failed:
+        for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):
+            if all(kind == known.__name__ for kind, _ in failed.values()):
+                raise known(next(problem for _, problem in failed.values()))
+        shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failed.items())
+        raise CollectiveError(
+            f"every rank must succeed in {what}, but some failed: {shown}. Earlier checkpoints are "
+            "untouched. Fix the cause and try again"
+        )
+    return [value for _, _, value in everyone]
 
 
 def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mesh:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +22,6 @@ from shard_optim.bucket_layout import (
     Placement,
     check_gradient,
     check_layout,
-    check_placement,
 )
 from shard_optim.bucket_reduction import GradientReducer
 from shard_optim.communication import (
@@ -37,19 +35,20 @@ from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import Mesh
-from shard_optim.offload import OffloadedOptimizer, check_offload
+from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import (
     Groups,
     Partition,
     all_params,
     as_groups,
+    by_number,
     default_settings,
     describe_groups,
     name_of,
     pack_groups,
     settings_of,
 )
-from shard_optim.optimizer_state import OptimizerState
+from shard_optim.optimizer_state import check_state_dict
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
@@ -154,9 +153,7 @@ class ShardedOptimizer(Optimizer):
         group = resolve_group(process_group, before="a ShardedOptimizer is made")
         self.optimizer_cls = optimizer_cls
         self.partition: Partition = partition
-        self._class_arguments = kwargs
-        self._exposed: defaultdict[Tensor, Any] = defaultdict(dict)
-        self._exposed_is_current = True
+        self.class_arguments = kwargs
         self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
@@ -164,7 +161,7 @@ class ShardedOptimizer(Optimizer):
         self._steps = 0
         make: Callable[..., Optimizer] = optimizer_cls
         if offload_state:
-            make = partial(OffloadedOptimizer, optimizer_cls=optimizer_cls)
+            make = offloaded(optimizer_cls)
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
             make,
             partition=partition,
@@ -172,7 +169,7 @@ class ShardedOptimizer(Optimizer):
             master_dtype=master_dtype,
             kwargs=kwargs,
         )
-        check_placement(partition, bucket_size_mb)
+        self._placement = Placement(partition, bucket_size_mb)
 
         groups = as_groups(params)
         check_update(
@@ -216,13 +213,12 @@ class ShardedOptimizer(Optimizer):
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._communication = resolve_communication(communication, self.ranks)
-        self._placement = Placement(self._communication, self.ranks, partition, bucket_size_mb)
         self._reducer = None
         if reduce_gradients:
             self._reducer = GradientReducer(self._communication, self.ranks)
         if over is None:
             self._agree(self.param_groups)
-            self._register(self._placement.place(self.param_groups, range(len(self.all_params()))))
+            self._place(range(len(self.all_params())))
         self._constructed = True
 
     @property
@@ -230,33 +226,18 @@ class ShardedOptimizer(Optimizer):
         """The flat buffers that hold the trainable parameters."""
         return self._placement.buckets
 
-    def own_state(self) -> OptimizerState:
-        """The table's rows of this optimizer (``optimizer_state.py``)."""
-        self.wait()
-        return OptimizerState(
-            self,
-            self.local,
-            optimizer_cls=self.optimizer_cls,
-            kwargs=self._class_arguments,
-            name_of=self.name_of,
-            install=self._install,
-        )
-
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
-        if not self._exposed_is_current:
-            self._exposed.clear()
-            params = self.all_params()
-            for index, state in self.local.states().items():
-                if own := {key: value for key, value in state.items() if key != MASTER}:
-                    self._exposed[params[index]] = own
-            self._exposed_is_current = True
-        return self._exposed
+        params, found = self.all_params(), defaultdict[Tensor, Any](dict)
+        for index, state in self.local.states().items():
+            if own := {key: value for key, value in state.items() if key != MASTER}:
+                found[params[index]] = own
+        return found
 
     @state.setter
     def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self._exposed = state
+        """The base class's constructor sets an empty one; the parts' is in ``local``."""
 
     # --- parameters and groups -------------------------------------------------------------
 
@@ -288,8 +269,7 @@ class ShardedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         if self._constructed and not self._over_shards:
-            added = range(first, first + len(group["params"]))
-            self._register(self._placement.place(self.param_groups, added))
+            self._place(range(first, first + len(group["params"])))
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -323,11 +303,15 @@ class ShardedOptimizer(Optimizer):
             remedy="Build the same optimizer on every rank.",
         )
 
-    def _register(self, added: Sequence[Bucket]) -> None:
+    def _place(self, numbers: Iterable[int]) -> None:
+        """Makes buckets for these parameters, and for frozen ones that have become trainable."""
+        added = self._placement.place(self.param_groups, numbers, self._communication, self.ranks)
+        if not added:
+            return
         if self._reducer is not None:
             self._reducer.add(added)
         if self._waits is not None:
-            self._await(self._waits, added)
+            self._waits.add(added)
         if isinstance(self.local, LocalOptimizer):
             self.local.add(self.param_groups, added)
 
@@ -359,7 +343,6 @@ class ShardedOptimizer(Optimizer):
         self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
-        self._exposed_is_current = False
         if self._reducer is not None:
             self._reducer.discard()
         if self._waits is None:
@@ -382,8 +365,8 @@ class ShardedOptimizer(Optimizer):
                 'overlap="next-forward" needs to know the module whose forward waits. Call '
                 "attach(module) before the first step."
             )
-        if thawed := self._placement.place_unfrozen(self.param_groups):
-            self._register(thawed)
+        if self._placement.frozen:
+            self._place(())
         for bucket in self.buckets:
             bucket.check_storage()
         # First, because a rank that lacks a gradient has launched fewer reductions so far.
@@ -450,15 +433,10 @@ class ShardedOptimizer(Optimizer):
                     "the attached module must own every parameter of the optimizer, but "
                     f"{self.name_of(index)} is not in it. Attach the module that contains it."
                 )
-        self._waits = ForwardWaits(module, self.wait)
+        self._waits = ForwardWaits(module, self.wait, hook_gradients=self._reducer is None)
         if self._reducer is not None:
             self._reducer.check_read = self._waits.check_read
-        self._await(self._waits, self.buckets)
-
-    def _await(self, waits: ForwardWaits, added: Sequence[Bucket]) -> None:
-        waits.add(added)
-        if self._reducer is None:
-            waits.hook_gradients(added)
+        self._waits.add(self.buckets)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within it, ``reduce_gradients=True`` lets gradients accumulate without communication.
@@ -562,16 +540,14 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        state, problem = self.own_state(), None
-        moments: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
+        problem = None
         try:
-            moments, values = state.take_apart(given, whole=False)
-            problem = state.problem(dict.fromkeys(moments), values)
+            check_state_dict(given)
         except ValueError as error:
             problem = str(error)
+        self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        state.install(moments, values)
+        self.install(by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -580,10 +556,12 @@ class ShardedOptimizer(Optimizer):
         held = {index: place for index, place in self.local.places().items() if place.held}
         stage = 3 if self._over_shards else 1 if self._reducer is None else 2
         origin = describe(self.mesh, self._steps, held, stage=stage)
-        return origin | {"partition": self.partition}
+        groups = [len(group["params"]) for group in self.param_groups]
+        settings = {"partition": self.partition, "optimizer": self.optimizer_cls.__qualname__}
+        return origin | settings | {"groups": groups}
 
-    def _install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+        """Replaces this rank's state, by parameter number, and the hyperparameters."""
         self.local.install(states, settings)
         for group, new in zip(self.param_groups, settings, strict=True):
             group.update(settings_of(new))
-        self._exposed_is_current = False

@@ -39,8 +39,8 @@ def state_keys(
     return frozenset(optimizer.state[param])
 
 
-def foreign_hyperparameters(optimizer_cls: type[Optimizer], known: Iterable[str]) -> set[str]:
-    """Names of hyperparameters that other classes of torch's have and ``optimizer_cls`` has not."""
+def foreign_hyperparameters(known: Iterable[str]) -> set[str]:
+    """Names of hyperparameters that some class of torch's has, and that are not known."""
     names: set[str] = set()
     for cls in vars(torch.optim).values():
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer:

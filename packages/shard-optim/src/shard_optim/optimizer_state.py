@@ -1,12 +1,13 @@
 """The state of one optimizer as rows of a table and small values, of whatever class and stage.
 
-State comes back in three ways: from a folder, as whole state in memory, and as this rank's own
-part. Each is first taken apart into the same keys, which one function compares with the optimizer.
+State comes back from a folder or as whole state in memory, which is first taken apart into the same
+keys: one function compares both with the optimizer.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -39,34 +40,26 @@ class OptimizerState:
     Args:
         optimizer: a ``ShardedOptimizer``, or one of another class over shards.
         shards: what keeps this rank's state.
-        optimizer_cls: the class whose state it is.
-        kwargs: for the class.
-        name_of: a parameter's name by its number.
         install: replaces this rank's state, by parameter number, and the hyperparameters.
-
-    Attributes:
-        places: where each parameter lies, by its number; frozen ones may have no place.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         shards: LocalOptimizer | StatesOfShards,
-        *,
-        optimizer_cls: type[Optimizer],
-        kwargs: Mapping[str, Any],
-        name_of: Callable[[int], str],
         install: Callable[[Mapping[int, dict[str, Any]], Groups], None],
     ) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
-        self._shards, self._cls, self._kwargs = shards, optimizer_cls, kwargs
-        self._name_of, self._install = name_of, install
-        self.places = shards.places()
+        self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
+        self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
+        self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
+        self._shards, self._install = shards, install
+        self._places = shards.places()  # of parameters, by number; frozen ones may have none
 
     def header(self) -> dict[str, Any]:
         """The same for every number of ranks, and for shards as for whole parameters."""
         sizes = [
-            self.places[index].size if index in self.places else param.shape
+            self._places[index].size if index in self._places else param.shape
             for index, param in enumerate(all_params(self._groups))
         ]
         return {
@@ -78,7 +71,7 @@ class OptimizerState:
     # --- from state to keys ------------------------------------------------------------------
 
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
-        """This rank's moments, and its small values by ``state.I.values``.
+        """This rank's moments; the header and its small values by ``state.I.values``.
 
         Raises:
             ValueError: if a shard has state that is neither one value nor one per element.
@@ -88,30 +81,16 @@ class OptimizerState:
             key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
             for key, tensor in tensors.items()
         }
-        return rows, values
+        return rows, values | {"header": self.header()}
 
-    def take_apart(self, given: Any, *, whole: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments in a state dict, and its header and small values, by the keys of a folder.
-
-        Args:
-            given: the state dict of an optimizer.
-            whole: whether of whole parameters, or of what this rank holds of them.
+    def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The moments in a whole state dict, its header and small values, by a folder's keys.
 
         Raises:
-            ValueError: if it is no state dict, or of what this rank does not hold.
+            ValueError: if it is no state dict of an optimizer.
         """
-        if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
-            raise ValueError(
-                f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
-                "state and param_groups"
-            )
-        groups, states = given["param_groups"], given["state"]
-        maps = isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())
-        if not (maps and _are_groups(groups)):
-            raise ValueError(
-                "its state or param_groups are not those of torch.optim.Optimizer.state_dict()"
-            )
-        tensors, values = self._split(by_number(given), whole=whole)
+        groups, states = check_state_dict(given)
+        tensors, values = self._split(by_number(given), whole=True)
         values["header"] = self.header() | {"param_groups": [dict(group) for group in groups]}
         known = {key for group in groups for key in group["params"]}
         values |= {f"parameter {key}": {} for key in states if key not in known}  # no key of state
@@ -123,11 +102,7 @@ class OptimizerState:
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for index, state in states.items():
-            place, small = self.places.get(index), values.setdefault(f"state.{index}.values", {})
-            if not whole and (place is None or not place.held):
-                raise ValueError(
-                    f"it has state for {self._name_of(index)}, which this rank has no part of"
-                )
+            place, small = self._places.get(index), values.setdefault(f"state.{index}.values", {})
             form = None if place is None else place.size if whole else place.form
             for key, value in state.items():
                 if not isinstance(value, Tensor):
@@ -151,23 +126,20 @@ class OptimizerState:
     def place_of(self, key: str, size: Sequence[int]) -> Place:
         """Where a moment lies, by its key and, if it has not one value per element, its size."""
         index, kind, _ = _parsed(key)
-        place = self.places[index]
-        return place if kind == "elements" else _beside(place, torch.Size(size))
+        place = self._places[index]
+        return place if kind == "elements" else place.beside(torch.Size(size))
 
     # --- comparison --------------------------------------------------------------------------
 
-    def problem(self, sizes: Mapping[str, Sequence[int] | None], values: Any) -> str | None:
-        """Why state that has been taken apart does not fit this optimizer, or None.
+    def problems(
+        self, sizes: Mapping[str, Sequence[int]], values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Reasons why state does not fit this optimizer, the most general first.
 
         Args:
-            sizes: of each moment, by key; None for a part whose size has been compared.
+            sizes: of each moment, by key.
             values: the header, and small values.
         """
-        return next(self._problems(sizes, values), None)
-
-    def _problems(
-        self, sizes: Mapping[str, Sequence[int] | None], values: Mapping[str, Any]
-    ) -> Iterator[str]:
         header, ours = values["header"], self.header()
         if header["optimizer"] != ours["optimizer"]:
             yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
@@ -177,36 +149,45 @@ class OptimizerState:
                 yield f"{self._name_of(index)} has shape {tuple(saved)} in it, here {shape}"
         kept: defaultdict[int, set[str]] = defaultdict(set)
         for key in (*sizes, *values):
+            match, moment = _KEY.fullmatch(key), key in sizes
             if key == "header":
                 continue
-            match, moment = _KEY.fullmatch(key), key in sizes
             if not match or int(match[1]) >= len(ours["shapes"]) or (match[2] is None) == moment:
                 whose = f"parameter {match[1]}" if match else key
                 yield (
                     f"it has state of {whose} where there are {len(ours['shapes'])}: it is in none "
                     "of its groups"
                 )
-                return
-            kept[int(match[1])] |= {match[3]} if moment else set(values[key])
+            else:
+                kept[int(match[1])] |= {match[3]} if moment else set(values[key])
         for index in sorted(kept):
-            if kept[index] and index not in self.places:
+            if kept[index] and index not in self._places:
                 yield f"it has state for {self._name_of(index)}, which is frozen"
         for key, size in sizes.items():
             index, kind, name = _parsed(key)
-            place, expected = self.places[index], self.places[index].size
+            place, expected = self._places[index], self._places[index].size
             # Folders without contents.json give moments as vectors.
-            of_elements = kind == "tensor" or size is None or math.prod(size) == expected.numel()
+            of_elements = kind == "tensor" or math.prod(size) == expected.numel()
             if not of_elements or (kind == "tensor" and place.held and not place.whole_here):
                 yield (
-                    f"{name!r} of {self._name_of(index)} has shape {tuple(size or ())}, expected "
+                    f"{name!r} of {self._name_of(index)} has shape {tuple(size)}, expected "
                     f"{tuple(expected)}"
                 )
-        yield from self._problems_of_names(header["param_groups"], kept)
+        numbers = itertools.count()
+        for number, group in enumerate(header["param_groups"]):
+            names = state_keys(self._cls, group, self._kwargs)
+            for _, index in zip(group["params"], numbers, strict=False):
+                found = kept[index] - {MASTER}
+                if names is not None and found and found != names:
+                    yield (
+                        f"it holds {sorted(found)} for a parameter of group {number}, where "
+                        f"{self._cls.__name__} holds {sorted(names)}"
+                    )
 
     def _problems_of_groups(self, saved_groups: Any) -> Iterator[str]:
         if not _are_groups(saved_groups) or len(saved_groups) != len(self._groups):
             yield f"it has {len(saved_groups)} groups, the optimizer {len(self._groups)}"
-        foreign = foreign_hyperparameters(self._cls, self._defaults)
+        foreign = foreign_hyperparameters(self._defaults)
         flag = "decoupled_weight_decay"  # tells AdamW from Adam, whose settings are the same
         for number, (saved, group) in enumerate(zip(saved_groups, self._groups, strict=True)):
             theirs, ours = len(saved["params"]), len(group["params"])
@@ -222,19 +203,6 @@ class OptimizerState:
             for its, own in names:
                 if its != own:
                     yield f"group {number} has parameter {its} where the optimizer has {own}"
-
-    def _problems_of_names(self, groups: Groups, kept: Mapping[int, set[str]]) -> Iterator[str]:
-        index = 0
-        for number, group in enumerate(groups):
-            expected = state_keys(self._cls, group, self._kwargs)
-            for _ in group["params"]:
-                found = kept.get(index, set()) - {MASTER}
-                index += 1
-                if expected is not None and found and found != expected:
-                    yield (
-                        f"it holds {sorted(found)} for a parameter of group {number}, where "
-                        f"{self._cls.__name__} holds {sorted(expected)}"
-                    )
 
     # --- from keys to state ------------------------------------------------------------------
 
@@ -261,6 +229,26 @@ class OptimizerState:
         self._install(self.by_parameter(moments, values), values["header"]["param_groups"])
 
 
+def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
+    """The groups and the state in what ``torch.optim.Optimizer.state_dict()`` gives.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+        raise ValueError(
+            f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
+            "state and param_groups"
+        )
+    groups, states = given["param_groups"], given["state"]
+    maps = isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())
+    if not (maps and _are_groups(groups)):
+        raise ValueError(
+            "its state or param_groups are not those of torch.optim.Optimizer.state_dict()"
+        )
+    return groups, states
+
+
 def _parsed(key: str) -> tuple[int, str, str]:
     """Parameter number, kind and name of a key of state."""
     match = _KEY.fullmatch(key)
@@ -271,18 +259,4 @@ def _parsed(key: str) -> tuple[int, str, str]:
 def _are_groups(groups: Any) -> bool:
     return isinstance(groups, Sequence) and all(
         isinstance(group, Mapping) and "params" in group for group in groups
-    )
-
-
-def _beside(place: Place, size: torch.Size) -> Place:
-    """Where a tensor of another size lies that belongs to a parameter with one owner."""
-    numel = size.numel()
-    return Place(
-        name=place.name,
-        size=size,
-        stride=torch.empty(size, device="meta").stride(),
-        span_of=lambda rank: None if place.span_of(rank) is None else (0, numel),
-        replicated=place.replicated,
-        rank=place.rank,
-        form=size if place.whole_here else torch.Size([0]),
     )

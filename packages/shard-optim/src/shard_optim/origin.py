@@ -108,13 +108,14 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
         return "it does not say which rank's part it is"
     if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
         return f"it is the part of rank {given['rank']} of {given['world_size']}"
-    for key in sorted((set(given) & set(own)) - {"rank", "world_size", "version", "spans"}):
-        if given[key] != own[key]:
+    for key in sorted((set(given) & set(own)) - {"version"}):
+        if key == "spans":
+            theirs = given[key]
+            others = [name for name in own[key] if tuple(theirs.get(name, ())) != own[key][name]]
+            if others:
+                return f"it holds other elements of {others[0]}"
+        elif given[key] != own[key]:
             return f"it is of {key} {given[key]}, not {own[key]}"
-    theirs, ours = given.get("spans", {}), own["spans"]
-    for name in ours:
-        if name not in theirs or tuple(theirs[name]) != tuple(ours[name]):
-            return f"it holds other elements of {name}"
     return None
 
 

@@ -22,8 +22,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place, Shard, check_gradient, in_memory_order
-from shard_optim.gradient_norm import in_dtype
+from shard_optim.bucket_layout import (
+    Bucket,
+    Place,
+    Shard,
+    check_gradient,
+    in_dtype,
+    in_memory_order,
+)
 from shard_optim.optimizer_class import Groups, Partition, settings_of
 from shard_optim.optimizer_trial import check_elementwise_state
 
@@ -42,21 +48,30 @@ class FusedShard:
     Attributes:
         shards: neighbours, in ascending order.
         group: number of their parameter group.
-        begin: first element inside this rank's range of the bucket.
         base: their elements inside the bucket.
         tensor: what the optimizer updates: ``base`` itself, or a master copy of it.
     """
 
     shards: Sequence[Shard]
     group: int
-    begin: int
     base: Tensor
     tensor: Tensor
+
+    @property
+    def begin(self) -> int:
+        """First element inside this rank's range of the bucket."""
+        return self.shards[0].begin
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer updates a higher-precision copy."""
         return self.tensor is not self.base
+
+    def masters(self) -> list[Tensor]:
+        """The parts of the master copy, by shard."""
+        if len(self.shards) == 1:
+            return [self.tensor]
+        return list(self.tensor.split([shard.span.length for shard in self.shards]))
 
     def give_gradient(self, grad: Tensor) -> None:
         """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
@@ -74,11 +89,10 @@ class FusedShard:
             FusedShard(
                 shards=(shard,),
                 group=self.group,
-                begin=shard.begin,
                 base=shard.view,
-                tensor=shard.tensor,
+                tensor=master if self.has_master else shard.view,
             )
-            for shard in self.shards
+            for shard, master in zip(self.shards, self.masters(), strict=True)
         ]
 
     def state_of(self, shard: Shard, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -106,7 +120,7 @@ class FusedShard:
         for key, value in first.items():
             values = [state[key] for state in states]
             if all(
-                isinstance(v, Tensor) and v.shape == shard.tensor.shape
+                isinstance(v, Tensor) and v.shape == shard.view.shape
                 for v, shard in zip(values, self.shards, strict=True)
             ):
                 joined[key] = torch.cat(values)
@@ -147,26 +161,13 @@ def fuse_shards(
             gathered.append([shard])
     fused = []
     for shards in gathered:
-        first = shards[0]
+        first, length = shards[0], sum(shard.span.length for shard in shards)
         base = first.view
         if len(shards) > 1:
-            length = sum(shard.span.length for shard in shards)
             base = bucket.owned.narrow(0, first.begin, length)
-        tensor = base
-        if master_dtype is not None and master_dtype != bucket.dtype:
-            tensor = base.to(master_dtype)
-            lengths = [shard.span.length for shard in shards]
-            parts = [tensor] if len(shards) == 1 else tensor.split(lengths)
-            for shard, part in zip(shards, parts, strict=True):
-                shard.tensor = part
+        tensor = base if master_dtype is None else base.to(master_dtype)
         fused.append(
-            FusedShard(
-                shards=tuple(shards),
-                group=group_of[first.index],
-                begin=first.begin,
-                base=base,
-                tensor=tensor,
-            )
+            FusedShard(shards=shards, group=group_of[first.index], base=base, tensor=tensor)
         )
     return fused
 
@@ -237,7 +238,6 @@ class LocalOptimizer:
                 "master_dtype must be None or a floating-point torch.dtype, but got "
                 f"{master_dtype!r}. Pass torch.float32."
             )
-        self.shards: list[Shard] = []
         self.step_groups: list[StepGroup] = []
         self._make = make
         self._partition = partition
@@ -271,7 +271,6 @@ class LocalOptimizer:
                 for group, own in zip(groups, tensors, strict=True)
             ]
             self.step_groups.append(StepGroup(self._make(local_groups, **self._kwargs), fused))
-        self.shards += [shard for bucket in buckets for shard in bucket.shards]
 
     def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
         """Updates this rank's shards; yields each bucket as soon as its shards are updated.
@@ -378,9 +377,9 @@ class LocalOptimizer:
             for fused in step_group.all_fused():
                 for shard in fused.shards if fused.tensor in state else ():
                     found[shard.index] = dict(fused.state_of(shard, state[fused.tensor]))
-        for shard in self.shards:
-            if shard.has_master:
-                found.setdefault(shard.index, {})[MASTER] = shard.tensor
+                for shard, master in zip(fused.shards, fused.masters(), strict=True):
+                    if fused.has_master:
+                        found.setdefault(shard.index, {})[MASTER] = master
         return {index: state for index, state in sorted(found.items()) if state}
 
     @torch.no_grad()
@@ -412,10 +411,10 @@ class LocalOptimizer:
     ) -> dict[Tensor, dict[str, Any]]:
         """The state to load, by the tensor that the optimizer updates; fills master copies."""
         given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
-        for shard, state in zip(fused.shards, given, strict=True):
-            master = state.pop(MASTER, shard.view)
-            if shard.has_master:
-                shard.tensor.copy_(master)
+        for shard, state, master in zip(fused.shards, given, fused.masters(), strict=True):
+            saved = state.pop(MASTER, shard.view)
+            if fused.has_master:
+                master.copy_(saved)
         joined = given[0] if len(given) == 1 else fused.joined_state(given)
         if joined is not None:
             return {fused.tensor: joined}

@@ -29,7 +29,7 @@ for bit on M, and one of stage 3 loads into stage 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,26 +40,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_lite.ranks import Ranks, backend_for, finish
+from ddp_lite.ranks import all_reduce
 from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
-from shard_optim.checkpoint_files import (
-    METADATA,
-    check_plans,
-    read_contents,
-    read_ranges,
-    together,
-    write_folder,
-)
-from shard_optim.communication import as_sent
+from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.json_messages import all_gather_values
-from shard_optim.mesh import Mesh
+from shard_optim.mesh import Mesh, on_every_rank
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import Contents, StoredTensor
+from shard_optim.stored_tensor import Contents, StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
@@ -105,22 +97,27 @@ def save(
     check_folder(folder)
     table = _Table(model, optimizer)
     ranks = table.ranks
-    if background_group is None:
-
-        def write() -> None:
-            _check_new(folder)
-            write_folder(folder, *table.to_write(detached=False), ranks.shards)
-
-        # Replicas hold the same state.
-        ranks.on_first_replica("saving a checkpoint", write)
-        return None
-    check_background_group(background_group, ranks)
-    if (earlier := _saving.pop(background_group.group_name, None)) is not None:
+    earlier = None
+    if background_group is not None:
+        check_background_group(background_group, ranks)
+        earlier = _saving.pop(background_group.group_name, None)
+    if earlier is not None:
         earlier.exception()  # waits; what it raised is its future's to tell
-    _check_new(folder)
-    rows, values = table.to_write(detached=True) if ranks.first_replica else ({}, {})
+    if os.path.lexists(Path(folder) / METADATA):
+        raise FileExistsError(
+            f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
+        )
+    if background_group is None:
+        write_folder(folder, *table.to_write(), ranks.number, ranks.gather)
+        return None
+
+    def gather(what: str, value: Any) -> list[Any]:
+        return ranks.shards.call(what, all_gather_values, value, background_group)
+
+    rows, values = table.to_write()
+    copies = {key: row.copied() for key, row in rows.items()}
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
-    saving = pool.submit(write_folder, folder, rows, values, ranks.shards, background_group)
+    saving = pool.submit(write_folder, folder, copies, values, ranks.number, gather)
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
@@ -148,11 +145,28 @@ def load(
     """
     check_folder(folder)
     table = _Table(model, optimizer)
-    contents = read_contents(folder, table.ranks)
-    wanted = table.places_in(contents, "a checkpoint")
-    spans = {key: place.span for key, place in wanted.items() if place.held}
-    vectors = read_ranges(folder, contents, spans, table.ranks.shards)
-    table.take(vectors.items(), wanted, contents.values)
+    wanted: dict[str, Place] = {}
+    vectors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+
+    def read() -> str:
+        contents = read_description(Path(folder))
+        values.update(contents.values)
+        wanted.update(table.places_in(contents, "a checkpoint"))
+        for key, place in wanted.items():
+            if place.held:
+                stored = contents.tensors[key]
+                vectors[key] = read_elements(Path(folder), key, stored, *place.span)
+        return contents.identity
+
+    identities = on_every_rank("loading a checkpoint", read, table.ranks.gather)
+    others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
+    if others:
+        raise ValueError(
+            f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
+            f"than rank 0. Pass the same folder on every rank, here {folder}."
+        )
+    table.take(vectors.items(), wanted, values)
 
 
 def full_state(
@@ -182,19 +196,13 @@ def full_state(
         CollectiveError: if a peer died or timed out.
     """
     table = _Table(model, optimizer)
-    found: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-    table.ranks.on_first_replica(
-        "collecting the whole state", lambda: found.append(table.collect())
-    )
+    tensors, values = table.collect()
     if not table.ranks.first:
         return None
-    tensors, values = found[0]
     whole: dict[str, Any] = {}
     if model is not None:
-        key_of = table.keys_by_tensor()
         whole["model"] = {
-            name: tensors[key_of[id(value)]] if id(value) in key_of else value
-            for name, value in _state_dict_of(model).items()
+            name: value if key is None else tensors[key] for name, value, key in table.named()
         }
     if table.state is not None:
         moments = {key: value for key, value in tensors.items() if key not in table.rows}
@@ -210,7 +218,8 @@ def load_full_state(
 ) -> None:
     """Hands out what ``full_state`` returned on any number of ranks; every rank calls it.
 
-    One tensor at a time travels, and every rank keeps its part. Hyperparameters are loaded too.
+    One whole tensor at a time travels, and every rank keeps its part. Hyperparameters are loaded
+    too.
 
     Args:
         state: read on the first rank; the others may pass None. ``model`` and ``optimizer`` in it
@@ -240,54 +249,28 @@ def load_full_state(
             f"{problem}. {_REMEDY}"
         )
     kinds, values = described
-    contents = Contents(
-        tensors={key: StoredTensor(dtype=kind, shape=size) for key, (kind, size) in kinds.items()},
-        values=values,
-        identity="",
-    )
-    wanted = table.places_in(contents, "a full state dict")
-    handed_out = (
-        (key, _hand_out(key, given.get(key), kinds[key][0], place, ranks))
-        for key, place in wanted.items()
-    )
-    table.take(handed_out, wanted, values)
+    tensors = {key: StoredTensor(dtype=dtype, shape=size) for key, (dtype, size) in kinds.items()}
+    wanted: dict[str, Place] = {}
+
+    def compare() -> None:
+        contents = Contents(tensors=tensors, values=values)
+        wanted.update(table.places_in(contents, "a full state dict"))
+
+    on_every_rank(words, compare, ranks.gather)
+
+    def handed_out(key: str, place: Place) -> Tensor:
+        numel, (first, count) = place.size.numel(), place.span
+        values = torch.empty(numel, dtype=kinds[key][0], device=ranks.shards.device)
+        if ranks.first:
+            values.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
+        ranks.broadcast(f"distributing {key}", values)
+        part = values[first : first + count]
+        return part if key in table.rows or count == numel else part.clone()  # which is kept
+
+    table.take(((key, handed_out(key, place)) for key, place in wanted.items()), wanted, values)
 
 
-# --- models ----------------------------------------------------------------------------------
-
-
-def _model_rows(model: nn.Module | None, rank: int) -> dict[str, Row]:
-    """Parameters and persistent buffers, each once, by their keys in a folder."""
-    if model is None:
-        return {}
-    module = _inner(model)
-    rows = {}
-    for name, param in module.named_parameters():
-        found = sharded_of(param)
-        place = replicated_place(name, param, rank) if found is None else found.place
-        rows[f"model.{name}"] = Row(place=place, tensor=param)
-    persistent = _state_dict_of(model)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer, rank), tensor=buffer)
-    return rows
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The module whose names are those of unsharded training."""
-    wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
-    module: nn.Module = model.module if wrapped else model  # type: ignore[assignment]
-    return module
-
-
-def _state_dict_of(model: nn.Module) -> dict[str, Any]:
-    """The module's own tensors, under every name that they have."""
-    # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
-    found = _inner(model).state_dict(prefix=_PREFIX, keep_vars=True)
-    return {name.removeprefix(_PREFIX): value for name, value in found.items()}
-
-
-# --- both ------------------------------------------------------------------------------------
+# --- the table -------------------------------------------------------------------------------
 
 
 class _Table:
@@ -326,68 +309,75 @@ class _Table:
                 )
         self.state = None
         if isinstance(optimizer, ShardedOptimizer):
-            self.state = optimizer.own_state()
+            optimizer.wait()
+            self.state = OptimizerState(optimizer, optimizer.local, optimizer.install)
         elif optimizer is not None:
             shards = StatesOfShards(optimizer.param_groups, optimizer)
-            self.state = OptimizerState(
-                optimizer,
-                shards,
-                optimizer_cls=type(optimizer),
-                kwargs={},
-                name_of="parameter {}".format,
-                install=shards.install,
-            )
-        self._model, self.rows = model, _model_rows(model, self.ranks.shards.rank)
+            self.state = OptimizerState(optimizer, shards, shards.install)
+        wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
+        self._module: nn.Module | None = model.module if wrapped else model  # whose names count
+        self.rows = {} if self._module is None else _rows_of(self._module)
 
-    def keys_by_tensor(self) -> dict[int, str]:
-        """The keys of the model's tensors, by their identity."""
-        return {id(row.tensor): key for key, row in self.rows.items()}
+    def named(self) -> Iterator[tuple[str, Any, str | None]]:
+        """What the model's state dict holds, under every name that it has.
 
-    def to_write(self, *, detached: bool) -> tuple[dict[str, Row], dict[str, Any]]:
+        Yields:
+            The name, the value, and its key in a folder; None if it is no tensor.
+        """
+        keys = {id(row.tensor): key for key, row in self.rows.items()}
+        found = {} if self._module is None else _state_dict_of(self._module)
+        for name, value in found.items():
+            yield name, value, keys.get(id(value))
+
+    def to_write(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """This rank's part of a folder. What all ranks hold whole, the first one writes."""
+        if not self.ranks.first_replica:
+            return {}, {}
         rows, values = dict(self.rows), dict[str, Any]()
         if self.state is not None:
             moments, values = self.state.rows()
             rows |= moments
-            values["header"] = self.state.header()
-        written = {}
-        for key, row in rows.items():
-            place = row.place
-            one_of_several = place.replicated and place.rank > 0
-            if place.held and not one_of_several and (place.span[1] or not place.size.numel()):
-                copy = row.tensor.detach().to("cpu", copy=True) if detached else row.tensor
-                written[key] = Row(place=place, tensor=copy)
-        return written, values
+        return {
+            key: row
+            for key, row in rows.items()
+            if row.place.held
+            and not (row.place.replicated and self.ranks.shards.rank > 0)
+            and (row.place.span[1] or not row.place.size.numel())
+        }, values
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-        ranks = self.ranks.shards
-        rows, values = self.to_write(detached=False)
-        described = {key: row.described for key, row in rows.items()}
-        kind = "optimizer" if "header" in values else "model"
-        words = f"the exchange of {kind} state descriptions"
-        everyone = ranks.together(words, all_gather_values, (described, values), ranks.control)
-        check_plans([theirs for theirs, _ in everyone])
-        tensors: dict[str, Tensor] = {}
-        merged: dict[str, Any] = {}
-        for rank, (theirs, small) in enumerate(everyone):
-            merged = {**small, **merged}
-            for key, (dtype, shape, first, count) in theirs.items():
-                target = None
-                if ranks.rank == 0:
-                    if key not in tensors:
-                        place = self._place_of(key, shape)
-                        tensors[key] = torch.empty_strided(
-                            place.size, place.stride, dtype=dtype, device="cpu"
-                        )
-                    target = tensors[key].as_strided((count,), (1,), first)
-                own = rows[key].flat if rank == ranks.rank else None
-                ranks.call(f"collecting {key}", _move, own, target, rank, 0, ranks)
-        return tensors, merged
+        rows: dict[str, Row] = {}
 
-    def describe(
-        self, given: Any
-    ) -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, Tensor]]:
+        def describe() -> Any:
+            found, values = self.to_write()
+            rows.update(found)
+            return {key: row.described for key, row in rows.items()}, values
+
+        kind = "model" if self.state is None else "optimizer"
+        words = f"the exchange of {kind} state descriptions"
+        plans, values = agreed(on_every_rank(words, describe, self.ranks.gather))
+        kinds = {key: (dtype, shape) for plan in plans for key, (dtype, shape, *_) in plan.items()}
+        tensors: dict[str, Tensor] = {}
+
+        def add_parts() -> None:
+            ranks = self.ranks.shards
+            for key, (dtype, shape) in kinds.items() if self.ranks.first_replica else ():
+                place = self._place_of(key, shape)
+                whole = torch.zeros(place.size.numel(), dtype=dtype, device=ranks.device)
+                first, count = place.span
+                if key in rows:
+                    whole[first : first + count] = rows[key].flat
+                # The bytes of the ranks' parts, each of which is zero elsewhere.
+                parts, add = whole.view(torch.uint8), dist.ReduceOp.SUM
+                ranks.together(f"collecting {key}", all_reduce, ranks.communicator, parts, add)
+                if self.ranks.first:
+                    tensors[key] = whole.cpu().as_strided(place.size, place.stride)
+
+        on_every_rank("collecting the whole state", add_parts, self.ranks.gather)
+        return tensors, values
+
+    def describe(self, given: Any) -> tuple[Any, dict[str, Tensor]]:
         """A whole state as a folder would hold it.
 
         Returns:
@@ -398,25 +388,26 @@ class _Table:
         """
         if not isinstance(given, Mapping):
             raise ValueError(f"got {type(given).__name__}")
-        for name, asked in (("model", self._model), ("optimizer", self.state)):
+        for name, asked in (("model", self._module), ("optimizer", self.state)):
             if asked is not None and name not in given:
                 raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
-        if self._model is not None:
+        if self._module is not None:
             if not isinstance(given["model"], Mapping):
                 raise ValueError(f"got {type(given['model']).__name__} as its model")
-            key_of, own = self.keys_by_tensor(), _state_dict_of(self._model)
+            own = {name: key for name, _, key in self.named()}
             for name, value in given["model"].items():
                 if name not in own:
                     raise ValueError(f"it holds {name}, which the model does not")
-                if id(own[name]) not in key_of:
+                key = own[name]
+                if key is None:
                     continue  # no tensor, such as a module's extra state
                 if not isinstance(value, Tensor) or value.is_meta:
                     raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-                tensors[key_of[id(own[name])]] = value
+                tensors[key] = value
         if self.state is not None:
-            moments, values = self.state.take_apart(given["optimizer"], whole=True)
+            moments, values = self.state.take_apart(given["optimizer"])
             tensors |= moments
         # Values are copied into the model's dtype, as load_state_dict() does.
         kinds = {
@@ -433,33 +424,27 @@ class _Table:
             what: the thing described, for errors.
 
         Raises:
-            ValueError: on every rank, if it is of others.
+            ValueError: if it is of others.
         """
-        tensors, has_optimizer = contents.tensors, "header" in contents.values
+        tensors, values = contents.tensors, contents.values
         sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
-        if self._model is not None and has_optimizer and len(sizes) == len(tensors):
+        if self._module is not None and "header" in values and len(sizes) == len(tensors):
             raise ValueError(
                 "the checkpoint must hold a model, but it holds an optimizer alone. Load the "
                 "optimizer from it, without model=."
             )
-        if self.state is not None and not has_optimizer:
+        if self.state is not None and "header" not in values:
             raise ValueError(
                 "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
                 "from it, without optimizer=."
             )
+        of, problem = "the same model", next(self._problems_of_model(tensors), None)
+        if self.state is not None and problem is None:
+            of = "this model and optimizer class"
+            problem = next(self.state.problems(sizes, values), None)
+        if problem is not None:
+            raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
         keys = [*self.rows, *(sizes if self.state is not None else ())]
-
-        def compare() -> None:
-            of, problem = "the same model", None
-            if self._model is not None:
-                problem = self._problem_of_model(tensors)
-            if self.state is not None and problem is None:
-                of = "this model and optimizer class"
-                problem = self.state.problem(sizes, contents.values)
-            if problem is not None:
-                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-
-        together("loading a checkpoint", self.ranks.shards, compare)
         return {key: self._place_of(key, tensors[key].shape) for key in keys}
 
     def _place_of(self, key: str, size: Sequence[int]) -> Place:
@@ -467,21 +452,20 @@ class _Table:
             return self.rows[key].place
         return self.state.place_of(key, size)
 
-    def _problem_of_model(self, tensors: Mapping[str, StoredTensor]) -> str | None:
-        """Why these are not exactly the model's tensors, in its sizes and dtypes."""
-        of_model = (key for key in tensors if key.startswith(("model.", "buffer.")))
-        if (extra := next((key for key in of_model if key not in self.rows), None)) is not None:
-            return f"it holds {extra}, which this one does not"
+    def _problems_of_model(self, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+        """Reasons why these are not exactly the model's tensors, in its sizes and dtypes."""
+        for key in tensors if self._module is not None else ():
+            if key.startswith(("model.", "buffer.")) and key not in self.rows:
+                yield f"it holds {key}, which this one does not"
         for key, row in self.rows.items():
             if key not in tensors:
-                return f"it must hold {key}, but {key} is missing"
+                yield f"it must hold {key}, but {key} is missing"
             stored, size = tensors[key], row.place.size
             # Folders without contents.json give parameters as vectors.
             if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
-                return f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
+                yield f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
             if stored.dtype != row.tensor.dtype:
-                return f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
-        return None
+                yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
 
     def take(
         self,
@@ -506,6 +490,27 @@ class _Table:
                 del vector  # before the next one takes memory
         if self.state is not None:
             self.state.install(moments, values)
+
+
+def _rows_of(module: nn.Module) -> dict[str, Row]:
+    """A module's parameters and persistent buffers, each once, by their keys in a folder."""
+    rows = {}
+    for name, param in module.named_parameters():
+        found = sharded_of(param)
+        place = replicated_place(name, param) if found is None else found.place
+        rows[f"model.{name}"] = Row(place=place, tensor=param)
+    persistent = _state_dict_of(module)
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer), tensor=buffer)
+    return rows
+
+
+def _state_dict_of(module: nn.Module) -> dict[str, Any]:
+    """The module's own tensors, under every name that they have."""
+    # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
+    found = module.state_dict(prefix=_PREFIX, keep_vars=True)
+    return {name.removeprefix(_PREFIX): value for name, value in found.items()}
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:
@@ -533,71 +538,3 @@ def _not_wrapped(model: object) -> TypeError:
         "wrapper itself: not the module in it, and not the optimizer. A module that every rank "
         "holds whole goes with its ShardedOptimizer."
     )
-
-
-def _check_new(folder: str | Path) -> None:
-    if os.path.lexists(Path(folder) / METADATA):
-        raise FileExistsError(
-            f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
-        )
-
-
-def _move(
-    sent: Tensor | None, received: Tensor | None, owner: int, receiver: int, ranks: Ranks
-) -> None:
-    """Copies part of a tensor from one rank to another; other ranks have neither end.
-
-    Args:
-        sent: the part, on its owner.
-        received: takes it, on the receiver.
-        owner: rank of the part.
-        receiver: rank that takes it.
-        ranks: both are among them.
-    """
-    # gloo takes host memory only.
-    on_host = backend_for(ranks.group, ranks.device) == "gloo"
-    at = torch.device("cpu") if on_host else ranks.device
-    if sent is not None and received is not None:
-        received.copy_(sent)
-    elif sent is not None:
-        travels = as_sent(sent.to(at, copy=False).contiguous())
-        finish(dist.isend(travels, group=ranks.group, group_dst=receiver))
-    elif received is not None:
-        arrived = torch.empty_like(received, device=at)
-        finish(dist.irecv(as_sent(arrived), group=ranks.group, group_src=owner))
-        received.copy_(arrived)
-
-
-def _hand_out(
-    key: str, whole: Tensor | None, dtype: torch.dtype, place: Place, ranks: Mesh
-) -> Tensor:
-    """This rank's elements of a tensor that the first rank has, as a vector. Collective.
-
-    Args:
-        key: of the tensor, for errors.
-        whole: on the first rank the tensor.
-        dtype: to hand it out in.
-        place: which rank gets which elements.
-        ranks: that get some.
-    """
-    words, shards = f"distributing {key}", ranks.shards
-    flat = None
-    if whole is not None:
-        flat = flat_slice(whole, place.size, place.stride, 0, place.size.numel())
-    if place.replicated:
-        values = torch.empty(place.size.numel(), dtype=dtype, device=shards.device)
-        if flat is not None:
-            values.copy_(flat)
-        ranks.broadcast(words, values)
-        return values
-    mine = torch.empty(place.span[1], dtype=dtype, device=shards.device)
-    if ranks.first_replica:
-        for rank in range(shards.size):
-            first, count = place.span_of(rank) or (0, 0)
-            part = None if flat is None else flat[first : first + count].to(dtype)
-            target = mine if rank == shards.rank else None
-            if count:
-                shards.call(words, _move, part, target, 0, rank, shards)
-    if mine.numel():
-        ranks.broadcast_to_replicas(words, mine)
-    return mine

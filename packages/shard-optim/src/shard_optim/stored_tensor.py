@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import struct
 import sys
-import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from shard_optim.json_messages import from_bytes
 
 # Bytes of the largest description.
 MOST_BYTES = 256 * 1024**2
@@ -27,8 +29,11 @@ _CHUNK_BYTES = 16 * 1024**2
 # Bytes that the container of one stored tensor may need beside the tensor's elements.
 _MOST_OVERHEAD = 64 * 1024
 
-# A local header of a zip archive: its length, and where it holds the lengths of two texts.
-_LOCAL_HEADER, _TEXT_LENGTHS = 30, 26
+# torch.save makes an archive of entries, each after a header: a signature, 4 bytes, 0 for "not
+# compressed", 16 bytes, the lengths of the name and of what follows it, and both.
+_ELEMENTS = re.compile(rb"PK\x03\x04.{4}\0\0.{16}(....)[^/]{1,99}/data/0", re.DOTALL)
+_HEADER_BYTES = 30
+_BYTE_ORDER = re.compile(rb"/byteorder.{,99}?(little|big)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +65,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
@@ -78,7 +78,7 @@ class Contents:
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Any]
-    identity: str
+    identity: str = ""
 
 
 def damaged(path: Path, reason: object) -> ValueError:
@@ -99,13 +99,6 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it names the dtype {name!r}")
     return dtype
-
-
-def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
-    """The memory as a vector."""
-    if not memory:  # frombuffer refuses an empty one
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
 
 
 def coverage(numel: int, spans: Sequence[tuple[int, int]]) -> str | None:
@@ -132,22 +125,19 @@ def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
             numbers += [part.first, part.count, part.offset, part.length, part.crc32]
         if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
             raise damaged(folder, f"{key} has sizes that are no counts")
-        if problem := coverage(tensor.numel, [(part.first, part.count) for part in tensor.parts]):
+        spans = [(part.first, part.count) for part in tensor.parts]
+        if problem := coverage(math.prod(tensor.shape), spans):
             raise damaged(folder, f"{key} is not stored exactly once, because {problem}")
         for part in tensor.parts:
             if part.file not in sizes:
-                sizes[part.file] = _size_of(folder, part.file)
+                if not isinstance(part.file, str) or re.fullmatch(r"\.{,2}|.*/.*", part.file):
+                    raise damaged(folder, f"it names {part.file!r}, not inside the folder")
+                with open_regular(folder / part.file) as file:
+                    sizes[part.file] = os.fstat(file.fileno()).st_size
             if part.offset + part.length > sizes[part.file]:
                 raise damaged(folder / part.file, f"it ends before {key} does")
             if part.length > part.count * tensor.dtype.itemsize + _MOST_OVERHEAD:
                 raise damaged(folder / part.file, f"{key} takes {part.length} bytes")
-
-
-def _size_of(folder: Path, name: str) -> int:
-    if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
-        raise damaged(folder, f"it names a file {name!r} that is not inside the folder")
-    with open_regular(folder / name) as file:
-        return os.fstat(file.fileno()).st_size
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -215,77 +205,32 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
             continue
         path = folder / part.file
         with open_regular(path) as file:
-            if _checksum(file, part) != part.crc32:
+            file.seek(part.offset)
+            crc32, left = 0, part.length
+            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+                crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
+            if crc32 != part.crc32:
                 raise damaged(path, f"the checksum of {key} differs")
-            start = _start_of_elements(file, path, part, part.count * size)
-            file.seek(start + (begin - part.first) * size)
+            file.seek(part.offset)
+            head = file.read(min(part.length, _MOST_OVERHEAD))
+            start = _start_of_elements(head)
+            if start is None or start + part.count * size > part.length:
+                raise damaged(path, f"{key} is not stored as torch.save() stores it here")
+            file.seek(part.offset + start + (begin - part.first) * size)
             target = memoryview(memory)[(begin - first) * size : (end - first) * size]
             if file.readinto(target) != len(target):  # type: ignore[attr-defined]
                 raise damaged(path, f"it ends before {key} does")
     return from_bytes(memory, tensor.dtype)
 
 
-def _checksum(file: BinaryIO, part: Part) -> int:
-    found, left = 0, part.length
-    file.seek(part.offset)
-    while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-        found = zlib.crc32(chunk, found)
-        left -= len(chunk)
-    return found
+def _start_of_elements(head: bytes) -> int | None:
+    """Where the elements begin, uncompressed and in this machine's byte order; else None.
 
-
-def _start_of_elements(file: BinaryIO, path: Path, part: Part, nbytes: int) -> int:
-    """Where the file holds the elements of a part, whose container is a zip archive.
-
-    torch.save writes the bytes of a tensor as they are into the archive's entry ``data/0``.
+    Args:
+        head: the first bytes of what ``torch.save`` writes for a vector.
     """
-    try:
-        archive = zipfile.ZipFile(_Window(file, part.offset, part.length))
-        by_name = {name.partition("/")[2]: name for name in archive.namelist()}
-        if "byteorder" in by_name and archive.getinfo(by_name["byteorder"]).file_size < 16:
-            order = archive.read(by_name["byteorder"]).decode()
-            if order != sys.byteorder:
-                raise damaged(path, f"its numbers are {order}-endian")
-        entry = archive.getinfo(by_name["data/0"])
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError) as error:
-        raise damaged(path, f"its archive at byte {part.offset}: {error}") from error
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != nbytes:
-        raise damaged(path, f"it holds {entry.file_size} bytes where {nbytes} are due")
-    file.seek(part.offset + entry.header_offset)
-    header = file.read(_LOCAL_HEADER)
-    texts: int = sum(struct.unpack_from("<HH", header, _TEXT_LENGTHS))
-    start = entry.header_offset + _LOCAL_HEADER + texts
-    if start + nbytes > part.length:
-        raise damaged(path, f"it ends before its archive at byte {part.offset} does")
-    return part.offset + start
-
-
-class _Window:
-    """Bytes ``[offset, offset + length)`` of a file, as a file that zipfile can read."""
-
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
-        self._file, self._offset, self._length = file, offset, length
-        self._position = 0
-
-    def seekable(self) -> bool:
-        """It is."""
-        return True
-
-    def tell(self) -> int:
-        """The position, from the window's beginning."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the position, which stays inside the window."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = min(max(base + offset, 0), self._length)
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        """At most ``size`` bytes, and none beyond the window."""
-        left = self._length - self._position
-        size = left if size is None or size < 0 else min(size, left)
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(size)
-        self._position += len(data)
-        return data
+    entry, order = _ELEMENTS.search(head), _BYTE_ORDER.search(head)
+    if entry is None or (order is not None and order[1].decode() != sys.byteorder):
+        return None
+    name, extra = struct.unpack("<HH", entry[1])
+    return entry.start() + _HEADER_BYTES + int(name) + int(extra)

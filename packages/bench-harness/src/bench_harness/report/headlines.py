@@ -27,14 +27,19 @@ _BOUND = "no communication"
 
 
 def headlines(rows: Iterable[Row]) -> list[str]:
-    """The sentences, the most important first: a timing of the last experiment before others."""
+    """The sentences, the most important first.
+
+    Timings of later experiments stand before others, and those that are sure before those that are
+    not: the first sentence can be quoted if there is one that can.
+    """
     by_name: dict[str, list[Row]] = {}
     every = list(rows)
     for row in every:
         by_name.setdefault(row["experiment"], []).append(row)
-    found = [_unfinished(every)]
-    for say in (_fastest, _peak):
-        found += [say(own) for own in reversed(by_name.values())]
+    latest = list(reversed(by_name.values()))
+    timings = [timing for own in latest if (timing := _fastest(own)) is not None]
+    timings.sort(key=lambda timing: not timing[0])
+    found = [_unfinished(every), *(text for _, text in timings), *map(_peak, latest)]
     return [text for text in [*found, _unstable(every)] if text is not None]
 
 
@@ -84,8 +89,12 @@ def _unfinished(rows: list[Row]) -> str | None:
     return f"{len(ended)} of {plural(len(cases), 'case')} did not finish, the first: {which[0]}."
 
 
-def _fastest(rows: list[Row]) -> str | None:
-    """The fastest variant of the last case and phase that are timed, beside another."""
+def _fastest(rows: list[Row]) -> tuple[bool, str] | None:
+    """The fastest variant of the last case and phase that are timed, beside another.
+
+    Returns:
+        Whether that is sure, and the sentence.
+    """
     timed = [
         row
         for row in rows
@@ -104,20 +113,20 @@ def _fastest(rows: list[Row]) -> str | None:
     takes = f"{first['variant']} takes {_ms(first)}{done}"
     pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
     if not others:
-        return takes + (f"{_interval(first)}, unsteady{_cause(rows)}" if unstable else "") + where
+        how = f"{_interval(first)}, unsteady{_cause(rows)}" if unstable else ""
+        return not unstable, takes + how + where
     other: Mapping[str, object] = (pytorch or others)[0]
     verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
     if unstable:  # a figure that scatters is not quoted, but the verdict stands
         names = {"A": str(other["variant"]), "B": str(first["variant"])}
         why = "".join(f", {reason}" for reason in verdict.reasons[:1])
         why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
-        return (
-            f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}{_cause(rows)}"
-            + where
-        )
+        sentence = f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}"
+        return False, sentence + _cause(rows) + where
     beside = f", {verdict.ratio:.2f} of {other['variant']}"
-    how = "cannot tell them apart" if verdict.direction == "cannot tell" else str(verdict)
-    return takes + beside + f": {how}" + where
+    is_known = verdict.direction != "cannot tell"
+    how = str(verdict) if is_known else "cannot tell them apart"
+    return is_known and verdict.sure, takes + beside + f": {how}" + where
 
 
 def _interval(row: Row) -> str:

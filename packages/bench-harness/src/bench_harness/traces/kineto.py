@@ -1,10 +1,10 @@
 """Records and reads traces of ``torch.profiler``.
 
 On a GPU the kernels themselves are read; communication is the kernels whose names start with
-``nccl``, copies between GPUs and their signals, and everything else that ddp-lite launches for an
-exchange by copies: the kernels that sum, except those that a CUDA graph replays. On a CPU there are
-only host spans: computation is the outermost ATen operators, communication the spans that gloo
-records around each collective.
+``nccl``, copies between GPUs and their signals, and everything else that ddp-lite and
+flashattn-triton launch for an exchange by copies: the kernels that sum, except those that a CUDA
+graph replays. On a CPU there are only host spans: computation is the outermost ATen operators,
+communication the spans that gloo records around each collective.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 
-#: Names of the host's ranges around what ddp-lite launches for an exchange by copies.
-_EXCHANGE = "ddp_lite::exchange"
+#: Names of the host's ranges around what is launched for an exchange by copies.
+_EXCHANGES = ("ddp_lite::exchange", "flashattn_triton::exchange")
 #: How torch names what autograd runs for one node of the graph.
 _BACKWARD = "autograd::engine::evaluate_function"
 
@@ -82,7 +82,7 @@ def load(path: Path) -> Trace:
     if by_category["kernel"]:
         kernels = [_event(e) for e in by_category["kernel"]]
         copies = [_event(e) for c in ("gpu_memcpy", "gpu_memset") for e in by_category[c]]
-        exchanges = within(each for each in ranges if each.name.startswith(_EXCHANGE))
+        exchanges = within(each for each in ranges if each.name.startswith(_EXCHANGES))
         moved = {number for number, launch in launches.items() if exchanges(launch)}
 
         def moves(event: Event) -> bool:

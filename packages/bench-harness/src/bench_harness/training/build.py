@@ -174,6 +174,8 @@ def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.dev
         checkpoint_blocks=variant.checkpoint_blocks,
         keep_attention=variant.keep_attention,
         chunked_loss=variant.loss == "chunked",
+        joined_products=variant.products == "joined",
+        float8_recipe=variant.float8_recipe,
     )
     if variant.compile != "off":
         # Without a GPU nothing is worth generating code for.

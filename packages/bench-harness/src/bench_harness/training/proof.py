@@ -152,10 +152,12 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def _in_fp32(variant: of.Settings) -> of.Settings:
-    wrapper = variant.wrapper
+    wrapper, products = variant.wrapper, variant.products
     if variant.zero_stage == 3:
         wrapper = wrapper.without("param_dtype", "compute_dtype", "reduce_dtype")
-    return dataclasses.replace(variant, wrapper=wrapper, precision="fp32")
+    if variant.float8_recipe is not None:
+        products = "separate"
+    return dataclasses.replace(variant, wrapper=wrapper, precision="fp32", products=products)
 
 
 def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

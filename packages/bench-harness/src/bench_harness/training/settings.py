@@ -43,6 +43,7 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 Compile: TypeAlias = Literal["off", "blocks", "model"]
 Loss: TypeAlias = Literal["logits", "chunked"]
 Elementwise: TypeAlias = Literal["torch"]
+Products: TypeAlias = Literal["separate", "joined", "float8", "float8-rows"]
 Table: TypeAlias = dict[str, Any]
 
 NO_WRAPPER = Call("none")
@@ -51,7 +52,7 @@ ADAMW = Call("adamw")
 #: Settings besides wrapper and optimizer that a variant may override.
 SHARED = (
     *("precision", "compile", "attention", "checkpoint_blocks", "keep_attention", "loss"),
-    *("elementwise", "cuda_graph"),
+    *("elementwise", "cuda_graph", "products"),
 )
 
 
@@ -67,9 +68,11 @@ class Settings:
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
         elementwise: "torch"; published rows also have "liger", which is not measured any more.
         cuda_graph: the whole step is recorded once, and replayed by one launch.
+        products: "joined" makes one of query, key and value; "float8" and "float8-rows" multiply
+            in float8 with one scale a tensor or a row, by torchao.
 
-    Attention, ``checkpoint_blocks``, ``keep_attention`` and ``loss`` are those of the language
-    model; another model has its own.
+    Attention, ``checkpoint_blocks``, ``keep_attention``, ``loss`` and ``products`` are those of the
+    language model; another model has its own.
     """
 
     wrapper: Call = NO_WRAPPER
@@ -82,6 +85,7 @@ class Settings:
     loss: Loss = "logits"
     elementwise: Elementwise = "torch"
     cuda_graph: bool = False
+    products: Products = "separate"
 
     def __post_init__(self) -> None:
         wrapper, optimizer = self.wrapper, self.optimizer
@@ -98,6 +102,11 @@ class Settings:
                 "cuda_graph must be off unless the whole step runs on the device: wrapper 'none', "
                 "'torch-ddp' or 'fully-sharded', optimizer 'adamw', no offload_state; but got "
                 f"{self.label()}. Remove it."
+            )
+        if self.float8_recipe is not None and self.precision != "bf16":
+            raise ValueError(
+                f"precision must be bf16 beside products={self.products}, but got "
+                f'{self.precision}. Set precision = "bf16".'
             )
         if self.keep_attention and self.checkpoint_blocks != 1:
             raise ValueError(
@@ -165,6 +174,11 @@ class Settings:
         return self.wrapper, self.optimizer
 
     @property
+    def float8_recipe(self) -> str | None:
+        """torchao's name of how products are scaled; None if they are not in float8."""
+        return {"float8": "tensorwise", "float8-rows": "rowwise"}.get(self.products)
+
+    @property
     def steps_before_recording(self) -> int:
         """How many steps must be taken before one can be recorded."""
         known = WRAPPERS.get(self.wrapper.name)
@@ -189,11 +203,10 @@ class Settings:
 
     def table(self) -> Table:
         """As a table without defaults: what a case's configuration and a row keep."""
-        return {
-            "wrapper": self.wrapper.table(),
-            "optimizer": self.optimizer.table(),
-            **{name: getattr(self, name) for name in SHARED},
-        }
+        table = {name: getattr(self, name) for name in SHARED}
+        if self.products == "separate":  # as in rows from before there was a choice
+            del table["products"]
+        return {"wrapper": self.wrapper.table(), "optimizer": self.optimizer.table(), **table}
 
     def label(self, *, usual: Mapping[str, Any] = MappingProxyType({}), whole: bool = False) -> str:
         """The variant's name.

@@ -10,6 +10,7 @@ from flashattn_triton.context_parallel.attention import (
     explain,
     ring_attention,
 )
+from flashattn_triton.context_parallel.largest_scores import largest_scores
 from flashattn_triton.context_parallel.tokens import shard_tokens, token_positions, unshard_tokens
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "all_gather_attention",
     "context_parallel_attention",
     "explain",
+    "largest_scores",
     "ring_attention",
     "shard_tokens",
     "token_positions",

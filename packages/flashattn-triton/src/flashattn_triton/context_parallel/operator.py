@@ -10,13 +10,14 @@ head_dim of value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils.flop_counter import register_flop_formula
 
 from flashattn_triton.context_parallel import schedules
 from flashattn_triton.context_parallel.agreement import agree
@@ -183,3 +184,29 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 context_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _flops(query: Tensor, value: Tensor, rest: Sequence[Any], over: tuple[int, int]) -> int:
+    """Operations of a rank: products over D and over E of its queries with all keys.
+
+    As :mod:`~flashattn_triton.operator_rules` counts those of one process: without regard to masks.
+    """
+    _, starts, rows, _, group, *_ = rest
+    size = _resolve_process_group(group).size()
+    if starts is None:
+        pairs = len(query) * (len(query) // rows) * size
+    else:
+        pairs = int(starts.diff().square().sum()) // size
+    widths = over[0] * query.shape[2] + over[1] * value.shape[2]
+    total: int = 2 * query.shape[1] * pairs * widths
+    return total
+
+
+@register_flop_formula(torch.ops.flashattn_triton.context_forward, get_raw=True)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
+    return _flops(query, value, rest, (1, 1))
+
+
+@register_flop_formula(torch.ops.flashattn_triton.context_backward, get_raw=True)
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
+    return _flops(query, value, rest[4:], (3, 2))

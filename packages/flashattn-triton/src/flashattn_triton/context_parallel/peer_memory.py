@@ -53,7 +53,7 @@ class PeerMemory:
     def beside(self) -> Iterator[None]:
         """Queues copies behind the work of the current stream, and beside what comes there next."""
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _traced():
             yield
 
     def mark(self) -> torch.cuda.Event:
@@ -134,6 +134,13 @@ def in_words(group: dist.ProcessGroup, device: torch.device) -> str:
     if found is None:
         return "by copies between GPUs, if the first call finds that possible"
     return f"by messages: {found.obstacle}" if found.obstacle else "by copies between GPUs"
+
+
+def _traced() -> contextlib.AbstractContextManager[object]:
+    """A range in the trace of a running profiler: copies by themselves do not say what for."""
+    if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
+        return contextlib.nullcontext()
+    return torch.profiler.record_function("flashattn_triton::exchange")
 
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:

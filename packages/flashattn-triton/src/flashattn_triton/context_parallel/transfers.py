@@ -18,9 +18,9 @@ from torch import Tensor
 from flashattn_triton.context_parallel.communication import UnderWay
 from flashattn_triton.context_parallel.peer_memory import PeerMemory
 
-#: Gradients that can be waiting for the rank that copies them. With three a rank may be two steps
-#: ahead of another one.
-SLOTS = 3
+#: Gradients that can be waiting for the rank that copies them: while one step's are copied, the
+#: next one's are summed.
+SLOTS = 2
 _ALIGNMENT = 256  # bytes
 
 
@@ -47,7 +47,8 @@ class Transfers(Protocol):
     ) -> UnderWay[Sequence[Tensor]]:
         """Returns gradients of this step to their rank.
 
-        Brings those that the rank ``step`` behind this one has, if it read this rank's keys.
+        Brings those that the rank ``step`` behind this one has, if it read this rank's keys. What
+        was brought in the step before has been waited for.
         """
 
 
@@ -104,7 +105,9 @@ class Copies:
 
     Every rank's memory has its keys and values, which no rank writes during a pass, and slots for
     gradients that wait for their rank. Ranks meet before they write what others may still be
-    reading, and before they read what others have written.
+    reading, and before they read what others have written. They meet on the current stream: on
+    another one, NCCL's kernel would hold a multiprocessor of the attention kernel until the last
+    rank has come, which may be when that rank's own attention kernel has left it one.
     """
 
     def __init__(
@@ -113,12 +116,10 @@ class Copies:
         self.own = own
         self._memory, self._group, self._rows = memory, group, rows
         self._rank, self._size = group.rank(), group.size()
-        with memory.beside():
-            memory.meet(group)  # no copy of the pass before is under way
-            for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
-                target.copy_(x)
-            memory.meet(group)
-        self._met = {0: memory.mark()}  # by steps
+        memory.meet(group)  # every rank has waited for the copies of the pass before
+        for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
+            target.copy_(x)
+        memory.meet(group)
 
     @staticmethod
     def nbytes(own: tuple[Tensor, Tensor], rows: int, slots: int) -> int:
@@ -134,7 +135,6 @@ class Copies:
 
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """See :class:`Transfers`."""
-        self._met[max(step - SLOTS + 1, 0)].wait()  # the slot's last gradients have been copied
         k, v = self._slot_of(self._rank, step, rows)
         return k.zero_(), v.zero_()
 
@@ -142,9 +142,7 @@ class Copies:
         self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
     ) -> UnderWay[Sequence[Tensor]]:
         """See :class:`Transfers`."""
-        with self._memory.beside():
-            self._memory.meet(self._group)
-        self._met[step] = self._memory.mark()
+        self._memory.meet(self._group)
         rows = len(self.own[0]) if is_read else 0
         reader = (self._rank + step) % self._size
         received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]

@@ -18,9 +18,18 @@ from typing import Any
 # What a model's module imports if its attention asks an implementation that is registered.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
-# Model types whose layers tell an implementation something else than the mask of the model does.
+# Model types whose layers tell an implementation something else than the mask of the model does, or
+# use that mask themselves.
 _NOT_CAUSAL = "layers of its decoder say that they are not causal"
+_SELECTS = "its layers select keys for each query (sparse attention) from a mask of scores"
 _CONTRADICTIONS = {
+    "axk2": _SELECTS,
+    "bigbird_pegasus": "its encoder takes a mask of scores",
+    "deepseek_v32": _SELECTS,
+    "dots3_note_text": _SELECTS,
+    "glm_moe_dsa": _SELECTS,
+    "hy_v4": _SELECTS,
+    "mistral_large4_text": _SELECTS,
     "nllb-moe": _NOT_CAUSAL,
     "pegasus_x": _NOT_CAUSAL,
     "phimoe": "its layers do not say that they have a sliding window",

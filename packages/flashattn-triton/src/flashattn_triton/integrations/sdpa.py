@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIM, CausalArgument
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument
 
 
 @dataclass
@@ -48,10 +48,11 @@ def route_sdpa(*, strict: bool = False) -> Iterator[Routing]:
 
     ``is_causal`` (top-left), ``scale`` and ``enable_gqa`` are supported, for float16, bfloat16 and
     float32 tensors (batch, heads, sequence, head_dim) or (batch, sequence, head_dim) with head_dim
-    up to 256. An ``attn_mask`` that broadcasts to the scores is ``flash_attention``'s ``mask`` if
-    it is boolean, else its ``bias``, with a gradient. A call with dropout, or with anything else
-    that ``flash_attention`` does not compute, goes to PyTorch unchanged, is counted with its
-    reason, and is reported by a ``RuntimeWarning`` when the context ends.
+    up to 256, and 512 in half types. An ``attn_mask`` that broadcasts to the scores is
+    ``flash_attention``'s ``mask`` if it is boolean, else its ``bias``, with a gradient. A call with
+    dropout, or with anything else that ``flash_attention`` does not compute, goes to PyTorch
+    unchanged, is counted with its reason, and is reported by a ``RuntimeWarning`` when the context
+    ends.
 
     Hide keys by -inf: PyTorch's kernels do not agree on a query whose keys all have the lowest
     finite number instead, and nor do tiers here. Where all keys are hidden the output is 0.
@@ -165,8 +166,10 @@ class _Call:
             return "head dimensions that broadcast"
         if any(0 in x.shape for x in tensors) or heads % kv_heads:
             return "empty tensors, or key heads that do not divide the query heads"
-        if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM:
-            return f"head_dim above {MAX_HEAD_DIM}"
+        limits = MAX_HEAD_DIMS[query.element_size()]
+        for x, limit in zip((query, value), limits, strict=True):
+            if x.shape[-1] > limit:
+                return f"head_dim above {limit}"
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
         return self._obstacle_in_mask()

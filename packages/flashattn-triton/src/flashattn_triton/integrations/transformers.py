@@ -233,6 +233,7 @@ def attention_forward(
     packed = cu_seq_lens_q is not None or (
         attention_mask is not None
         and position_bias is not None
+        and attention_mask.dtype != torch.bool
         and (documents is not None or int(attention_mask.max()) > 1)
     )
     if packed and position_bias is not None:
@@ -267,13 +268,10 @@ def attention_forward(
             f"{(key.shape[0], key.shape[2])}, but got shape {tuple(attention_mask.shape)}. Choose "
             f"another attn_implementation for custom masks."
         )
-    if position_bias is not None:  # which needs the pairs of positions that packing would lose
-        mask = attention_mask[:, None, None, :] != 0
-        out = flash_attention(
-            query, key, value, layout="bhsd", bias=position_bias, mask=mask, **options
-        )
-        assert isinstance(out, Tensor)
-        return out.transpose(1, 2).contiguous(), None
+    # A bias and a window with holes need positions that packing would lose; packing needs the host.
+    masked = position_bias is not None or attention_mask.dtype == torch.bool
+    if masked or (options["window"] is not None and not _in_one_piece(attention_mask)):
+        return _attend_masked(query, key, value, attention_mask, position_bias, options), None
     return _attend_unpadded(query, key, value, attention_mask, options), None
 
 
@@ -325,6 +323,33 @@ def _attend_packed(
     return out[None]
 
 
+def _attend_masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention with a mask of keys, which leaves every token in its place."""
+    if bias is None and mask.dtype != torch.bool and int(mask.max()) > 1:
+        raise ValueError(
+            "attention_mask must leave each sequence in one piece where a sliding window "
+            "counts positions of packed sequences, but got one with holes. Choose another "
+            "attn_implementation."
+        )
+    seen = mask != 0
+    out = flash_attention(
+        query, key, value, layout="bhsd", bias=bias, mask=seen[:, None, None, :], **options
+    )
+    assert isinstance(out, Tensor)
+    out = out.transpose(1, 2)
+    if bias is None and (options["causal"] or options["window"]):
+        padding = ~seen[:, -query.shape[2] :, None, None]
+        return out.masked_fill(padding, 0.0).contiguous()
+    return out.contiguous()
+
+
 def _attend_unpadded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]
 ) -> Tensor:
@@ -333,11 +358,6 @@ def _attend_unpadded(
     # Positions matter only relative to a diagonal. Then queries that are padding must go, so that
     # the remaining ones keep their distance to the remaining keys; else they may stay.
     if options["causal"] or options["window"]:
-        if options["window"] and not _in_one_piece(mask):
-            raise ValueError(
-                "attention_mask must leave each sequence in one piece where a sliding window "
-                "counts positions, but got one with holes. Choose another attn_implementation."
-            )
         query_mask = mask[:, -n_queries:]
     else:
         query_mask = mask.new_ones(batch, n_queries)
@@ -408,8 +428,9 @@ def attention_mask(
     is therefore evaluated for every query, at its diagonal and at distances of 1, 2, 4, ... keys
     from it, and must agree with such bands: causal or not, and ``local_size`` wide if that is
     given. While ``torch.compile`` or ``torch.export`` traces, values cannot be read: then the
-    compiled code compares on the device (``torch._assert_async``), and several sequences in one row
-    are an error of :func:`attention_forward` unless ``cu_seq_lens_q`` says where they start.
+    compiled code compares on the device (``torch._assert_async``), padding stays in its place under
+    a mask of keys, and several sequences in one row are an error of :func:`attention_forward`
+    unless ``cu_seq_lens_q`` says where they start.
 
     Args:
         batch_size: B.
@@ -429,7 +450,8 @@ def attention_mask(
     Returns:
         (B, N_k) integers, 0 for padding and the number of a token's sequence elsewhere; None if
         each row is one sequence without padding. While a compiler traces, () bool instead: True
-        if a row has several sequences; or if ``packed``, the numbers as int64.
+        if a row has several sequences; or if ``packed``, the numbers as int64; and (B, N_k) bool
+        with padding, False for it.
 
     Raises:
         ValueError: if the mask is not a band, or keys lie beyond the last query (a static cache).
@@ -468,6 +490,8 @@ def attention_mask(
             f"attention_mask must cover all {kv_length} keys, but got shape "
             f"{tuple(attention_mask.shape)}. Include the cached positions."
         )
+    if traced:
+        return padding.bool()
     if sequences is not None:
         return sequences * padding
     return None if bool(padding.all()) else padding.int()

@@ -37,11 +37,8 @@ class StatesOfShards:
 
     def place_of(self, param: Tensor) -> Place:
         """Where the parameter's state lies."""
-        if (found := sharded_of(param)) is not None:
-            return found.place
-        known = sharded_in(self._groups)
-        assert known is not None
-        return replicated_place("a parameter", param, known.ranks.shards.rank)
+        found = sharded_of(param)
+        return replicated_place("a parameter", param) if found is None else found.place
 
     def places(self) -> dict[int, Place]:
         """Where the state of each parameter lies, by its number."""

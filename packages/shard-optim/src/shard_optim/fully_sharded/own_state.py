@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,45 +30,33 @@ from shard_optim.origin import (
 _SAMPLED = 256
 
 
-class OwnState:
+def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
     """Hooks the state dicts of a module and of every module in it that holds sharded parameters.
 
     Args:
-        module: whose parameters have been sharded.
+        root: whose parameters have been sharded.
         ranks: that train it.
         moment: gives the number of forwards that have begun, the same on every rank.
     """
 
-    def __init__(self, module: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
-        self._root, self._ranks, self._moment = module, ranks, moment
-        for each in module.modules():
-            places = places_of(each.named_parameters()).values()
-            if each is module or not all(place.replicated for place in places):
-                each.register_state_dict_post_hook(partial(self._add_origin))
-                each.register_load_state_dict_pre_hook(self._before_load)
+    def origin(module: nn.Module) -> dict[str, Any]:
+        return describe(ranks, moment(), places_of(module.named_parameters(recurse=False)))
 
-    def _origin(self, module: nn.Module) -> dict[str, Any]:
-        places = places_of(module.named_parameters(recurse=False))
-        return describe(self._ranks, self._moment(), places)
-
-    def _add_origin(
-        self, module: nn.Module, _state_dict: Any, prefix: str, metadata: dict[str, Any]
-    ) -> None:
-        metadata[ORIGIN] = self._origin(module)
+    def add_origin(module: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        metadata[ORIGIN] = origin(module)
         if not prefix:
-            say_once(self, "model", self._ranks)
+            say_once(module, "model", ranks)
 
-    def _before_load(
-        self,
+    def before_load(
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
         metadata: Mapping[str, Any],
         *_: Any,
     ) -> None:
-        if prefix and module is not self._root:
+        if prefix and module is not root:
             return  # a module around this one has looked already
-        taken, problem, partial = {}, None, False
+        taken, problem, part = {}, None, False
         params = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
         for name, param in params:
             given, found = state_dict.get(name), sharded_of(param)
@@ -79,19 +66,23 @@ class OwnState:
             if given.shape == place.size:
                 taken[name] = flat_slice(given, place.size, place.stride, *place.span)
             elif given.shape == place.form:
-                partial = True
-            elif problem is None:
-                problem = (
+                part = True
+            else:
+                problem = problem or (
                     f"{name} must have its whole shape {tuple(place.size)}, or "
-                    f"{tuple(place.form)} as this rank's shard of {self._ranks.shards.size}, but "
-                    f"got {tuple(given.shape)}"
+                    f"{tuple(place.form)} as this rank's shard of {ranks.shards.size}, but got "
+                    f"{tuple(given.shape)}"
                 )
-        if partial or problem is not None:
-            origins = [] if problem else [(metadata.get(ORIGIN), self._origin(module))]
-            check_loaded(self._ranks, origins, problem=problem)
-        else:
-            check_loaded(self._ranks, version=_fingerprint(state_dict))
+        origins = [(metadata.get(ORIGIN), origin(module))] if part and not problem else []
+        version = None if part or problem else _fingerprint(state_dict)
+        check_loaded(ranks, origins, problem=problem, version=version)
         state_dict.update(taken)
+
+    for each in root.modules():
+        places = places_of(each.named_parameters()).values()
+        if each is root or not all(place.replicated for place in places):
+            each.register_state_dict_post_hook(add_origin)
+            each.register_load_state_dict_pre_hook(before_load)
 
 
 def _fingerprint(state_dict: Mapping[str, Any]) -> str:

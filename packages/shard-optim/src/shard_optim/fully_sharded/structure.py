@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ddp_lite.errors import ModelMismatchError
-from ddp_lite.model import Structure
+from ddp_lite.model import Structure, describe_module
 from ddp_lite.ranks import Ranks, name_ranks, shortened
 from shard_optim.history import History
 
@@ -44,13 +44,8 @@ class StructureWatch:
 
     def _remember(self) -> None:
         self._structure = Structure(self._module, buffers=True)
-        self._described = {
-            name: f"{tuple(tensor.shape)} {tensor.dtype}"
-            for name, tensor in (
-                *self._module.named_parameters(remove_duplicate=False),
-                *self._module.named_buffers(remove_duplicate=False),
-            )
-        }
+        described = describe_module(self._module)
+        self._described = {name: text.partition(" ")[2] for name, text in described}
 
     def check(self, step: int) -> None:
         """Compares the model with what it was at the last call.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ddp_lite.ranks import start_all_reduce
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_layout import Place, check_gradient, in_memory_order, round_up
+from shard_optim.bucket_layout import Place, check_gradient, in_dtype, in_memory_order, round_up
 from shard_optim.communication import (
     Communication,
     all_gather,
@@ -28,7 +28,6 @@ from shard_optim.communication import (
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import UnitPlan, is_quantised
-from shard_optim.gradient_norm import in_dtype
 from shard_optim.mesh import Mesh
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
@@ -77,24 +76,26 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducePlan:
-    """Where the averages of some of a unit's gradients lie in one flat tensor.
+    """Where the averages of some of a unit's gradients lie in one flat tensor: at aligned offsets.
 
     Attributes:
         positions: of the parameters.
-        numel: elements of the flat tensor.
-        ranges: sizes of the parts to split the flat tensor into. For each parameter: its range,
-            padding included, and the gap between this range and the next aligned offset.
-        owned: sizes of the parts, but with the padding of each range counted to its gap.
-        stride: distance between the parts of two parameters: 2, or 1 if no range has padding or
-            is followed by a gap. Then the lists hold no gaps, because each part is a view, and
-            views cost the host most of the time.
+        sizes: of the parts to split the flat tensor into.
+        chunks: elements of each part that the reduction fills.
+        counts: elements of each part that belong to the parameter.
     """
 
     positions: list[int]
-    numel: int
-    ranges: list[int]
-    owned: list[int]
-    stride: int
+    sizes: list[int]
+    chunks: list[int]
+    counts: list[int]
+
+    def parts(self, flat: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+        """The beginnings of the parts, of these lengths; usually these are the parts."""
+        parts = torch.split_with_sizes(flat, self.sizes)
+        if lengths == self.sizes:  # each further view costs the host time
+            return parts
+        return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
 def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
@@ -106,17 +107,11 @@ def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> Redu
         rank: which rank's ranges.
     """
     chunks = [cuts[position].chunk for position in positions]
-    counts = [cuts[position].owned(rank)[1] for position in positions]
-    sizes = [round_up(chunk, ALIGNMENT) for chunk in chunks]
-    stride = 1 if sizes == chunks == counts else 2
-    ranges, owned = (
-        used
-        if stride == 1
-        else [n for part, size in zip(used, sizes, strict=True) for n in (part, size - part)]
-        for used in (chunks, counts)
-    )
     return ReducePlan(
-        positions=positions, numel=sum(sizes), ranges=ranges, owned=owned, stride=stride
+        positions=positions,
+        sizes=[round_up(chunk, ALIGNMENT) for chunk in chunks],
+        chunks=chunks,
+        counts=[cuts[position].owned(rank)[1] for position in positions],
     )
 
 
@@ -232,8 +227,8 @@ class UnitReduction:
             unit.replicas.call(unit.all_reduce_words, self.all_reduce.wait)
         self.inputs.clear()  # before the averages take more memory
         plan = self.plan
-        received = torch.split_with_sizes(in_dtype(self.output, unit.dtype), plan.owned)
-        unit.gradients.add(plan.positions, received[:: plan.stride])
+        received = plan.parts(in_dtype(self.output, unit.dtype), plan.counts)
+        unit.gradients.add(plan.positions, received)
 
 
 class Unit:
@@ -311,9 +306,7 @@ class Unit:
             name=self.names[position],
             size=size,
             stride=stride,
-            span_of=self.cuts[position].owned,
-            replicated=False,
-            rank=self.ranks.rank,
+            owned=self.cuts[position].owned(self.ranks.rank),
             form=self.shard_views[position].size(),
         )
 
@@ -462,8 +455,8 @@ class Unit:
             converted = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
             torch._foreach_copy_(converted, inputs)
             inputs = list(converted)
-        output = torch.empty(plan.numel, dtype=dtype, device=self.device)
-        targets = torch.split_with_sizes(output, plan.ranges)[:: plan.stride]
+        output = torch.empty(sum(plan.sizes), dtype=dtype, device=self.device)
+        targets = plan.parts(output, plan.chunks)
         with traced("reduce_scatter", self.name):
             work = self.ranks.together(
                 self.reduce_words, self._communication.reduce_scatter, targets, inputs

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Place
+from shard_optim.bucket_layout import Place, assign_owners
 from shard_optim.communication import all_to_all
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.optimizer_class import Groups, all_params
 from shard_optim.origin import sharded_of
 
 
-def orthogonalization_cost(shape: torch.Size) -> float:
+def orthogonalization_cost(shape: torch.Size) -> int:
     """Operations of one Newton-Schulz iteration, up to a factor: elements times the shorter side.
 
     Args:
@@ -38,26 +38,7 @@ def orthogonalization_cost(shape: torch.Size) -> float:
     """
     rows = shape[0] if shape else 1
     columns = shape.numel() // max(rows, 1)
-    return float(rows * columns * min(rows, columns))
-
-
-def assign_owners(costs: Sequence[float], world_size: int) -> list[list[int]]:
-    """Divides matrices over ranks, most costly first, each to the rank with the lowest cost so far.
-
-    Args:
-        costs: of updating each matrix.
-        world_size: number of ranks.
-
-    Returns:
-        For every rank, the positions of its matrices, most costly first.
-    """
-    owned: list[list[int]] = [[] for _ in range(world_size)]
-    loads = [0.0] * world_size
-    for position in sorted(range(len(costs)), key=lambda position: (-costs[position], position)):
-        rank = min(range(world_size), key=lambda rank: (loads[rank], rank))
-        owned[rank].append(position)
-        loads[rank] += costs[position]
-    return owned
+    return rows * columns * min(rows, columns)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,12 +67,13 @@ class _Matrix:
 
 @dataclass(kw_only=True)
 class _Exchange:
-    """An all-to-all under way."""
+    """An all-to-all under way, for the matrix that each rank owns in one round, or None."""
 
+    owned: Sequence[_Matrix | None]
     what: str
     sent: Tensor
     received: Tensor
-    work: dist.Work | None
+    work: dist.Work
 
 
 class WholeMatrices(OwnShards):
@@ -120,7 +102,7 @@ class WholeMatrices(OwnShards):
             self._matrices[param] = _Matrix(param=param, place=found.place, chunk=chunk)
         matrices = list(self._matrices.values())
         costs = [orthogonalization_cost(matrix.place.size) for matrix in matrices]
-        self._owned = assign_owners(costs, self._ranks.size)
+        self._owned = assign_owners(costs, [0] * self._ranks.size)
         for rank, positions in enumerate(self._owned):
             for position in positions:
                 matrices[position].owner = rank
@@ -143,12 +125,12 @@ class WholeMatrices(OwnShards):
 
     def place_of(self, param: Tensor) -> Place:
         """Where a parameter's state lies: whole, on its owner."""
-        matrix, rank = self._matrices[param], self._ranks.rank
-        numel = matrix.place.size.numel()
+        matrix = self._matrices[param]
+        mine, size = matrix.owner == self._ranks.rank, matrix.place.size
         return dataclasses.replace(
             matrix.place,
-            span_of=lambda rank: (0, numel) if rank == matrix.owner else None,
-            form=matrix.place.size if rank == matrix.owner else torch.Size([0]),
+            owned=(0, size.numel()) if mine else None,
+            form=size if mine else torch.Size([0]),
         )
 
     # --- step --------------------------------------------------------------------------------
@@ -157,19 +139,18 @@ class WholeMatrices(OwnShards):
     def _step(self, **kwargs: Any) -> None:
         rounds = self._rounds()
         arriving = self._send_to_owners(rounds[0]) if rounds else None
-        leaving: tuple[list[_Matrix | None], _Exchange] | None = None
+        leaving = None
         for number, owned in enumerate(rounds):
             assert arriving is not None
-            self._wait(arriving)
-            received, arriving = arriving.received, None
+            received, arriving = self._received(arriving), None
             if number + 1 < len(rounds):
                 arriving = self._send_to_owners(rounds[number + 1])
             updated = self._update(owned[self._ranks.rank], received, kwargs)
             if leaving is not None:
-                self._take_shards(*leaving)
-            leaving = (owned, self._send_to_all(owned, updated))
+                self._take_shards(leaving)
+            leaving = self._start("updated matrices", owned, updated, width=1, to_owners=False)
         if leaving is not None:
-            self._take_shards(*leaving)
+            self._take_shards(leaving)
 
     def _rounds(self) -> list[list[_Matrix | None]]:
         """For every round the matrix that each rank owns in it, or None."""
@@ -185,33 +166,27 @@ class WholeMatrices(OwnShards):
 
     def _send_to_owners(self, owned: Sequence[_Matrix | None]) -> _Exchange:
         """Starts gathering each matrix's gradient and value on its owner."""
-        parts, sizes = [], []
+        parts = []
         for matrix in owned:
-            sizes.append(0 if matrix is None else 2 * matrix.chunk)
             if matrix is not None:
                 assert matrix.param.grad is not None
                 parts += [matrix.padded(matrix.param.grad), matrix.padded(matrix.param.detach())]
-        mine = owned[self._ranks.rank]
-        each = 0 if mine is None else 2 * mine.chunk
-        return self._start("whole gradients", owned, parts, sizes, [each] * self._ranks.size)
-
-    def _send_to_all(self, owned: Sequence[_Matrix | None], updated: Tensor | None) -> _Exchange:
-        """Starts handing every rank its shards of the updated matrices."""
-        sizes = [0 if matrix is None else matrix.chunk for matrix in owned]
-        mine = owned[self._ranks.rank]
-        each = 0 if mine is None else mine.chunk
-        parts = [] if updated is None else [updated]
-        return self._start("updated matrices", owned, parts, [each] * self._ranks.size, sizes)
+        return self._start("whole gradients", owned, parts, width=2, to_owners=True)
 
     def _start(
         self,
         what: str,
         owned: Sequence[_Matrix | None],
         parts: Sequence[Tensor],
-        send_sizes: list[int],
-        receive_sizes: list[int],
+        *,
+        width: int,
+        to_owners: bool,
     ) -> _Exchange:
+        """Starts sending ``width`` values of each element to the owners, or back from them."""
         first = next(matrix for matrix in owned if matrix is not None)
+        theirs = [0 if matrix is None else width * matrix.chunk for matrix in owned]
+        mine = [theirs[self._ranks.rank]] * self._ranks.size
+        receive_sizes, send_sizes = (mine, theirs) if to_owners else (theirs, mine)
         empty = torch.empty(0, dtype=first.param.dtype, device=first.param.device)
         sent = torch.cat([empty, *parts])
         received = empty.new_empty(sum(receive_sizes))
@@ -220,37 +195,35 @@ class WholeMatrices(OwnShards):
         work = self._ranks.together(
             words, all_to_all, received, sent, receive_sizes, send_sizes, communicator
         )
-        return _Exchange(what=words, sent=sent, received=received, work=work)
+        return _Exchange(owned=owned, what=words, sent=sent, received=received, work=work)
 
-    def _wait(self, exchange: _Exchange) -> None:
-        if exchange.work is not None:
-            self._ranks.call(exchange.what, exchange.work.wait)
+    def _received(self, exchange: _Exchange) -> Tensor:
+        self._ranks.call(exchange.what, exchange.work.wait)
+        return exchange.received
+
+    def _take_shards(self, exchange: _Exchange) -> None:
+        """Copies this rank's shards of updated matrices into its parameters."""
+        sizes = [0 if matrix is None else matrix.chunk for matrix in exchange.owned]
+        parts = self._received(exchange).split(sizes)
+        for matrix, part in zip(exchange.owned, parts, strict=True):
+            if matrix is not None:
+                matrix.param.copy_(part[: matrix.param.numel()])
 
     def _update(
         self, matrix: _Matrix | None, received: Tensor, kwargs: Mapping[str, Any]
-    ) -> Tensor | None:
-        """Updates this rank's matrix; returns its values, cut for all ranks."""
+    ) -> list[Tensor]:
+        """Updates this rank's matrix; returns its values, cut for all ranks, if it has one."""
         if matrix is None:
-            return None
+            return []
         assert matrix.whole is not None
         resting = matrix.whole.data
         # (world_size, gradient or value, chunk) to two flat tensors.
         both = received.view(-1, 2, matrix.chunk).transpose(0, 1).flatten(1)
         grad, value = both[0], both[1]
-        matrix.whole.data = value.as_strided(
-            matrix.place.size, matrix.place.stride, value.storage_offset()
-        )
-        matrix.whole.grad = grad.as_strided(
-            matrix.place.size, matrix.place.stride, grad.storage_offset()
-        )
+        layout = matrix.place.size, matrix.place.stride
+        matrix.whole.data = value.as_strided(*layout, value.storage_offset())
+        matrix.whole.grad = grad.as_strided(*layout, grad.storage_offset())
         self._optimizer.step(**kwargs)
         matrix.whole.grad = None
         matrix.whole.data = resting
-        return value
-
-    def _take_shards(self, owned: Sequence[_Matrix | None], exchange: _Exchange) -> None:
-        self._wait(exchange)
-        sizes = [0 if matrix is None else matrix.chunk for matrix in owned]
-        for matrix, part in zip(owned, exchange.received.split(sizes), strict=True):
-            if matrix is not None:
-                matrix.param.copy_(part[: matrix.param.numel()])
+        return [value]

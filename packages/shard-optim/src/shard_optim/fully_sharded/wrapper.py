@@ -22,7 +22,7 @@ from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize
-from shard_optim.fully_sharded.own_state import OwnState
+from shard_optim.fully_sharded.own_state import hook_state_dicts
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.structure import StructureWatch
@@ -171,7 +171,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._calls = self._replace_calls(plans)
         self._structure = StructureWatch(module, self.schedule.history, self.ranks.shards)
         self._say_where_parameters_lie(small)
-        self._own_state = OwnState(module, self.ranks, lambda: self.schedule.generation)
+        schedule = self.schedule  # which does not hold this wrapper
+        hook_state_dicts(module, self.ranks, lambda: schedule.generation)
 
     # --- training ----------------------------------------------------------------------------
 
@@ -375,9 +376,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        rank = self.ranks.shards.rank
         places = [(p, unit.place(at)) for unit in self.units for at, p in enumerate(unit.params)]
-        places += [(param, replicated_place(name, param, rank)) for name, param in small.items()]
+        places += [(param, replicated_place(name, param)) for name, param in small.items()]
         for param, place in places:
             setattr(
                 param,

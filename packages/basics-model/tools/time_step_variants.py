@@ -1,0 +1,604 @@
+"""Times variants of the fastest training step in turns, and ranks the kernels of a recorded step.
+
+::
+
+    torchrun --nproc-per-node 2 packages/basics-model/tools/time_step_variants.py --out out
+
+Each variant is the whole step of one size under ``FullyShardedDataParallel`` as one CUDA graph. It
+differs from today's step by what :data:`VARIANTS` names. Losses of the first steps are compared
+with those of "today". Rows go to ``rows.jsonl`` as they come; ``kernels-VARIANT.txt`` ranks the
+kernels of one replayed step by what they waste: their time less the time of their bytes at 3 TB/s,
+where the compiler knows the bytes. ``--products`` times the matrix products of a block alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from basics_model import CapturedStep, ModelConfig, TransformerLM, model_config
+from basics_model import attention as rotary
+from basics_model import model as parts
+from basics_model.products import Products, joined_products, separate_products
+from ddp_lite.peer import PeerCopies, PeerMemory
+from flashattn_triton import flash_attention
+from shard_optim import FullyShardedDataParallel
+from shard_optim.fully_sharded import unit as units
+
+DEVICE = "cuda"
+BANDWIDTH = 3.0e12  # bytes per second, of a copy on an H100
+LOSSES, WARMUP = 6, 6  # steps whose losses are compared, all before the recording
+
+# --- norms: residual sum and norm in one pass, their backward in another ------------------------
+
+
+@triton.jit
+def _norm_kernel(x, delta, weight, total, out, scale, M, EPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < M
+    value = tl.load(x + row * M + at, inside, 0.0).to(tl.float32)
+    value += tl.load(delta + row * M + at, inside, 0.0).to(tl.float32)
+    value = value.to(total.dtype.element_ty).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value) / M + EPS)
+    tl.store(total + row * M + at, value, inside)
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    tl.store(out + row * M + at, value * factor * w, inside)
+    tl.store(scale + row, factor)
+
+
+@triton.jit
+def _norm_backward_kernel(  # type: ignore[no-untyped-def]
+    grad, grad_total, total, scale, weight, out, partial, rows, M,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    inside = at < M
+    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
+    collected = tl.zeros((BLOCK,), tl.float32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        place = row * M + at
+        dy = tl.load(grad + place, inside, 0.0).to(tl.float32)
+        value = tl.load(total + place, inside, 0.0).to(tl.float32)
+        beside = tl.load(grad_total + place, inside, 0.0).to(tl.float32)
+        factor = tl.load(scale + row)
+        normed = value * factor
+        collected += dy * normed
+        dy *= w
+        dx = factor * (dy - normed * (tl.sum(dy * normed) / M))
+        tl.store(out + place, beside + dx, inside)
+    tl.store(partial + tl.program_id(0) * M + at, collected, inside)
+
+
+@torch.library.custom_op("step::add_norm", mutates_args=())
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta, its norm, and the norm's factor of each row."""
+    width = x.shape[-1]
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(scale.numel(),)](
+        x, delta, weight, total, out, scale, width, 1e-5, block, num_warps=4
+    )
+    return total, out, scale
+
+
+@add_norm.register_fake
+def _(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return torch.empty_like(x), torch.empty_like(x), scale
+
+
+@torch.library.custom_op("step::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (and of delta), and parts of the weight's, one a program."""
+    width, rows = total.shape[-1], scale.numel()
+    out = torch.empty_like(total)
+    programs = min(rows, 528)
+    partial = scale.new_empty((programs, width))
+    block = triton.next_power_of_2(width)
+    _norm_backward_kernel[(programs,)](
+        grad.contiguous(), grad_total.contiguous(), total, scale, weight, out, partial, rows,
+        width, block, 2, num_warps=8,
+    )  # fmt: skip
+    return out, partial
+
+
+@add_norm_backward.register_fake
+def _(
+    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    programs = min(scale.numel(), 528)
+    return torch.empty_like(total), scale.new_empty((programs, total.shape[-1]))
+
+
+def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
+    total, _, scale = output
+    ctx.save_for_backward(total, scale, inputs[2])
+
+
+def _norm_backward(
+    ctx: Any, grad_total: Tensor, grad: Tensor, _: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, scale, weight = ctx.saved_tensors
+    out, partial = add_norm_backward(grad, grad_total, total, scale, weight)
+    return out, out, partial.sum(0).to(weight.dtype)
+
+
+add_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+
+
+def carried_block(self: Any, carried: Any, cos: Tensor, sin: Tensor) -> Any:
+    """``Block.forward``, whose residual stream is a sum that the next norm makes."""
+    x, delta = carried
+    x, normed, _ = add_norm(x, delta, self.attention_norm.weight)
+    delta = self.attention(normed, cos, sin)
+    x, normed, _ = add_norm(x, delta, self.feed_forward_norm.weight)
+    return x, self.feed_forward(normed)
+
+
+def carried_model(self: Any, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    """``TransformerLM.forward`` around :func:`carried_block`."""
+    positions = torch.arange(token_ids.shape[1], device=token_ids.device)
+    cos, sin = rotary.rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+    x = self.embedding(token_ids)
+    carried = x, torch.zeros_like(x)
+    for block in self.blocks:
+        carried = block(carried, cos, sin)
+    _, normed, _ = add_norm(*carried, self.norm.weight)
+    return self.lm_head(normed, targets)
+
+
+# --- AdamW as soon as a unit's gradients are averaged -------------------------------------------
+
+
+@triton.jit
+def _adamw_kernel(  # type: ignore[no-untyped-def]
+    param, grad, first, second, copy, steps, n, lr, decay,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    step = tl.load(steps)
+    correction1 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA1, tl.float32)))
+    correction2 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA2, tl.float32)))
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    g = tl.load(grad + at, inside).to(tl.float32)
+    m = tl.load(first + at, inside).to(tl.float32)
+    v = tl.load(second + at, inside).to(tl.float32)
+    p = tl.load(param + at, inside)
+    p -= lr * decay * p
+    m += (1 - BETA1) * (g - m)
+    v = BETA2 * v + (1 - BETA2) * g * g
+    p -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + EPS)
+    tl.store(first + at, m, inside)
+    tl.store(second + at, v, inside)
+    tl.store(param + at, p, inside)
+    tl.store(copy + at, p, inside)
+
+
+class UnitAdamW:
+    """Updates each unit's shards when its gradients have arrived, and writes their bf16 copies.
+
+    Args:
+        module: whose units are updated.
+        lr, weight_decay: of AdamW, whose other settings are torch's.
+        overlapped: the update runs on a stream of its own, beside the rest of backward.
+        moments: their dtype.
+    """
+
+    def __init__(
+        self,
+        module: FullyShardedDataParallel,
+        *,
+        lr: float,
+        weight_decay: float,
+        overlapped: bool,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        self.lr, self.weight_decay = lr, weight_decay
+        self.moments = {
+            unit: tuple(torch.zeros_like(unit.shard, dtype=moments) for _ in range(2))
+            for unit in module.units
+        }
+        self.steps = torch.zeros((), device=DEVICE)
+        self.stream = torch.cuda.Stream() if overlapped else torch.cuda.current_stream()
+        self.kept: list[Tensor] = []  # read by the other stream
+        self.written: set[Any] = set()
+
+    def begin(self) -> None:
+        """Before backward."""
+        self.steps += 1
+
+    def end(self) -> None:
+        """After backward."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.kept.clear()
+
+    @torch.no_grad()
+    def update(self, reduction: Any) -> None:
+        """In place of :meth:`UnitReduction.finish`."""
+        unit, plan = reduction.unit, reduction.plan
+        unit.ranks.call(unit.reduce_words, reduction.work.wait)
+        reduction.inputs.clear()
+        self.kept.append(reduction.output)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        averages = torch.split_with_sizes(reduction.output, plan.ranges)[:: plan.stride]
+        first, second = self.moments[unit]
+        with torch.cuda.stream(self.stream):
+            for cut, grad, copy in zip(unit.cuts, averages, unit._sources, strict=True):
+                part = slice(cut.shard_offset, cut.shard_offset + cut.chunk)
+                grid = (triton.cdiv(cut.chunk, 2048),)
+                _adamw_kernel[grid](
+                    unit.shard[part], grad, first[part], second[part], copy, self.steps, cut.chunk,
+                    self.lr, self.weight_decay, 0.9, 0.999, 1e-8, 2048, num_warps=8,
+                )  # fmt: skip
+        self.written.add(unit)
+
+
+# --- variants -----------------------------------------------------------------------------------
+
+Forwards = dict[type[nn.Module], Callable[..., Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What differs from today's step.
+
+    Attributes:
+        forwards: in place of those of modules.
+        inductor: options of the compiler.
+        adamw: torch's fused one, or :class:`UnitAdamW` "at-once" or "overlapped".
+        moments: dtype of the moments of :class:`UnitAdamW`.
+        products: of the model.
+        priority: of the stream of the computation; a lower number goes first.
+        float8: the name of one of torchao's recipes for the products of blocks.
+    """
+
+    forwards: Forwards = dataclasses.field(default_factory=dict)
+    inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
+    adamw: str = "torch"
+    moments: torch.dtype = torch.float32
+    float8: str | None = None
+    products: Products = separate_products
+    priority: int = 0
+
+
+CARRIED: Forwards = {parts.Block: carried_block, TransformerLM: carried_model}
+VARIANTS = {
+    "today": Variant(),
+    "joined": Variant(products=joined_products),
+    "carried": Variant(products=joined_products, forwards=CARRIED),
+    "overlapped": Variant(products=joined_products, adamw="overlapped"),
+    "all": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped"),
+    "first": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped", priority=-1),
+    "moments": Variant(
+        products=joined_products,
+        forwards=CARRIED,
+        adamw="overlapped",
+        moments=torch.bfloat16,
+    ),
+    "at-once": Variant(products=joined_products, forwards=CARRIED, adamw="at-once"),
+    "early-launch": Variant(inductor={"triton.enable_pdl": True}),
+    "float8": Variant(float8="tensorwise", adamw="overlapped"),
+    "float8-rows": Variant(float8="rowwise", adamw="overlapped"),
+}
+
+
+def configuration(options: argparse.Namespace) -> ModelConfig:
+    """The model's, with the dimensions that are given in place of the size's."""
+    return model_config(
+        options.size,
+        context_length=options.sequence,
+        d_ff=options.d_ff,
+        num_layers=options.num_layers,
+    )
+
+
+class Step:
+    """One variant's step, recorded after the first steps.
+
+    Attributes:
+        losses: mean over ranks, of the first steps.
+    """
+
+    def __init__(self, variant: Variant, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        group = dist.group.WORLD
+        assert group is not None
+        memory = PeerMemory(group)
+        config = configuration(options)
+        model = TransformerLM(config, attention=causal, products=variant.products, device=DEVICE)
+        if variant.float8 is not None:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            recipe = Float8LinearConfig.from_recipe_name(variant.float8)
+            convert_to_float8_training(model.blocks, config=recipe)
+        for block in model.blocks:
+            block.compile(dynamic=False, options=variant.inductor or None)
+        self.module = FullyShardedDataParallel(
+            model,
+            compute_dtype=torch.bfloat16,
+            reduce_dtype=torch.bfloat16,
+            reshard_after_forward=False,
+            communication=PeerCopies(memory),
+        )
+        adam = {"lr": 1e-4, "weight_decay": 1e-2}
+        self.unit_adamw: UnitAdamW | None = None
+        updated = list(self.module.parameters())
+        if variant.adamw != "torch":
+            self.unit_adamw = UnitAdamW(
+                self.module,
+                overlapped=variant.adamw != "at-once",
+                moments=variant.moments,
+                **adam,
+            )
+            updated = list(self.module.replicated.params)
+        self.optimizer = torch.optim.AdamW(updated, fused=True, capturable=True, **adam)
+        draw = torch.Generator(DEVICE).manual_seed(dist.get_rank())
+        shape = (options.batch, options.sequence + 1)
+        tokens = torch.randint(config.vocab_size, shape, device=DEVICE, generator=draw)
+        self.tokens, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.losses = [self._mean(self.take()) for _ in range(max(LOSSES, WARMUP))][:LOSSES]
+        self.recorded = CapturedStep(self.take, after_replay=memory.watch)
+
+    def _mean(self, loss: Tensor) -> float:
+        dist.all_reduce(loss, dist.ReduceOp.AVG)
+        return float(loss)
+
+    def take(self) -> Tensor:
+        """A whole step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = self.module(self.tokens, self.targets)
+        if self.unit_adamw is not None:
+            self.unit_adamw.begin()
+        loss.backward()
+        if self.unit_adamw is not None:
+            self.unit_adamw.end()
+        self.optimizer.step()
+        return loss.detach().clone()
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Our attention."""
+    return flash_attention(query, key, value, causal=True, layout="bhsd")
+
+
+@contextmanager
+def patched(variant: Variant) -> Iterator[list[UnitAdamW]]:
+    """Puts a variant's functions in place; what is yielded takes its :class:`UnitAdamW`."""
+    holder: list[UnitAdamW] = []
+    finish, launch = units.UnitReduction.finish, units.Unit.launch_gather
+
+    def finish_or_update(reduction: Any) -> None:
+        if holder:
+            holder[0].update(reduction)
+        else:
+            finish(reduction)
+
+    def launch_without_cast(unit: Any, generation: int, phase: str) -> None:
+        if holder and unit in holder[0].written:
+            with mock.patch.object(torch, "_foreach_copy_"):
+                launch(unit, generation, phase)
+        else:
+            launch(unit, generation, phase)
+
+    with (
+        mock.patch.object(units.UnitReduction, "finish", finish_or_update),
+        mock.patch.object(units.Unit, "launch_gather", launch_without_cast),
+    ):
+        before = {kind: kind.forward for kind in variant.forwards}
+        for kind, forward in variant.forwards.items():
+            kind.forward = forward  # type: ignore[method-assign]
+        made = UnitAdamW.__init__
+
+        def remember(self: UnitAdamW, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **kwargs)
+            holder.append(self)
+
+        try:
+            with mock.patch.object(UnitAdamW, "__init__", remember):
+                yield holder
+        finally:
+            for kind, forward in before.items():
+                kind.forward = forward  # type: ignore[method-assign]
+
+
+def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[str, Any]:
+    """One round of a variant: losses, blocks of steps in ms, peak memory, and a kernel table."""
+    torch._dynamo.reset()
+    begin = time.perf_counter()
+    with (
+        torch.cuda.stream(torch.cuda.Stream(priority=VARIANTS[name].priority)),
+        patched(VARIANTS[name]) as holder,
+        torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True),
+    ):
+        step = Step(VARIANTS[name], options)
+        samples = []
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(options.blocks):
+            dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(options.calls):
+                step.recorded()
+            torch.cuda.synchronize()
+            samples.append(1e3 * (time.perf_counter() - start) / options.calls)
+        if profiled:
+            rank_kernels(name, step, Path(options.out))
+        row = {
+            "variant": name,
+            "ms": [round(sample, 2) for sample in samples],
+            "losses": step.losses,
+            "last_loss": step._mean(step.recorded().clone()),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        }
+        holder.clear()
+        del step
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+def rank_kernels(name: str, step: Step, folder: Path) -> None:
+    """Writes the kernels of one replay, by wasted time; a profile of it; and the compiled code."""
+    from torch._inductor.codecache import PyCodeCache
+    from torch.profiler import ProfilerActivity, profile
+
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step.recorded()
+        torch.cuda.synchronize()
+    if dist.get_rank() != 0:
+        return
+    gigabytes: dict[str, float] = {}
+    code = folder / f"code-{name}"
+    code.mkdir(exist_ok=True)
+    for module in PyCodeCache.modules:
+        for key, value in vars(module).items():
+            size = getattr(value, "inductor_meta", {}).get("kernel_num_gb")
+            if size is not None:
+                gigabytes[key] = size
+        if module.__file__ and "def call(" in Path(module.__file__).read_text():
+            shutil.copy(module.__file__, code)
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.name].append(event.time_range.elapsed_us())
+    rows = []
+    for kernel, each in times.items():
+        least = 1e6 * 1e9 * gigabytes.get(kernel, 0.0) / BANDWIDTH  # microseconds
+        rows.append((sum(each) - len(each) * least, kernel, each, least))
+    rows.sort(reverse=True)
+    with (folder / f"kernels-{name}.txt").open("w") as file:
+        print("waste_ms total_ms count mean_us least_us name", file=file)
+        for waste, kernel, each, least in rows:
+            print(
+                f"{waste / 1e3:8.3f} {sum(each) / 1e3:8.3f} {len(each):5d} "
+                f"{statistics.mean(each):9.2f} {least:8.2f} {kernel[:140]}",
+                file=file,
+            )
+    recorded.export_chrome_trace(str(folder / f"trace-{name}.json"))
+
+
+# --- products alone -----------------------------------------------------------------------------
+
+
+def time_products(options: argparse.Namespace) -> None:
+    """Each product of a block and of the head, as the step calls it, and joined ones beside."""
+    config = configuration(options)
+    width, wide, tokens = config.d_model, config.d_ff, options.batch * options.sequence
+    shapes = {"one of qkv, output": (width, width), "qkv": (width, 3 * width),
+              "gate or up": (width, wide), "gate and up": (width, 2 * wide),
+              "down": (wide, width), "head, 2048 tokens": (width, config.vocab_size)}  # fmt: skip
+    for name, (k, n) in shapes.items():
+        rows = 2048 if "head" in name else tokens
+        sizes = ((rows, k), (n, k), (rows, n))
+        sets = [
+            [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for size in sizes]
+            for _ in range(4)  # more than the cache holds
+        ]
+        calls = {
+            "forward": lambda x, w, y: x @ w.t(),
+            "input": lambda x, w, y: y @ w,
+            "weight": lambda x, w, y: y.t() @ x,
+        }
+        row = {"product": name, "k": k, "n": n, "rows": rows}
+        for library in ("cublas", "cublaslt"):
+            torch.backends.cuda.preferred_blas_library(library)
+            for kind, call in calls.items():
+                for _ in range(3):
+                    call(*sets[0])
+                torch.cuda.synchronize()
+                samples = []
+                for _ in range(3):
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    for number in range(48):
+                        call(*sets[number % 4])
+                    end.record()
+                    torch.cuda.synchronize()
+                    samples.append(start.elapsed_time(end) / 48)
+                ms = statistics.median(samples)
+                row[f"{kind}_{library}_us"] = round(1e3 * ms, 1)
+                row[f"{kind}_{library}_tflops"] = round(2e-9 * rows * k * n / ms, 1)
+        torch.backends.cuda.preferred_blas_library("default")
+        write(options, row)
+
+
+def write(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Prints a row on rank 0 and adds it to the file."""
+    if dist.get_rank() == 0:
+        with (Path(options.out) / "rows.jsonl").open("a") as file:
+            print(json.dumps(row), file=file)
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    """Parses arguments and measures until the time is used up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", default="out")
+    parser.add_argument("--size", default="xl")
+    parser.add_argument("--d-ff", type=int)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--profiled", default="today,carried,all")
+    parser.add_argument("--products", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=5)
+    parser.add_argument("--minutes", type=float, default=7.0)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device(DEVICE, torch.cuda.current_device()))
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    torch._inductor.config.benchmark_kernel = True  # kernels know their bytes
+    if options.products:
+        time_products(options)
+    names = options.variants.split(",")
+    reference: list[float] | None = None
+    for number in range(options.rounds):
+        for name in names:
+            late = torch.tensor(time.perf_counter() - begin, device=DEVICE)
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            if late > 60 * options.minutes:
+                continue
+            try:
+                profiled = number == 0 and name in options.profiled.split(",")
+                row = measure(name, options, profiled=profiled)
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - the other variants still run
+                row = {"variant": name, "error": f"{type(error).__name__}: {error}"[:2000]}
+            if "losses" in row:
+                reference = reference or row["losses"]
+                pairs = zip(row["losses"], reference, strict=True)
+                row["worst_loss"] = max(abs(own - other) / other for own, other in pairs)
+            write(options, row)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
