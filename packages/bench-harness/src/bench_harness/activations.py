@@ -60,12 +60,6 @@ def saved_for_backward(
         device: "cuda" or "cpu".
     """
     e = 2 if precision == "bf16" else _FP32
-    return _saved(shape, batch, sequence, e, attention, device)
-
-
-def _saved(
-    shape: ModelConfig, batch: int, sequence: int, e: int, attention: str, device: str
-) -> dict[str, int]:
     tokens, width, layers = batch * sequence, shape.d_model, shape.num_layers
     scores = batch * shape.num_heads * sequence**2
     of_norm = 2 if device == "cpu" else 1
@@ -215,7 +209,10 @@ def activation_memory(
         require_integer(name, value, least=1)
     require_integer("checkpoint_blocks", checkpoint_blocks, least=0)
     tokens, width, layers = batch * seq, shape.d_model, shape.num_layers
-    parts = _saved(shape, batch, seq, itemsize, "sdpa", device)
+    precision = "bf16" if itemsize == 2 else "fp32"
+    parts = saved_for_backward(
+        shape, batch, seq, precision=precision, attention="sdpa", device=device
+    )
     kept = parts["attention"] + parts["scores"] + parts["feed-forward"]
     kept += parts["residual stream"] * 2 * layers // (2 * layers + 1)  # the last norm is no block's
     if compiled:

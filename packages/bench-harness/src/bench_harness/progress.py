@@ -40,11 +40,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def total_estimate(planned: Sequence[Planned]) -> float | None:
-    """Seconds the unfinished cases will take; None if nothing is known about any of them."""
-    return RemainingTime(planned).seconds()
-
-
 class RemainingTime:
     """Estimates the time left, from how long cases took before, or cases like them in this run."""
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from bench_harness import environment
 from bench_harness.compare import Comparison, Comparisons, cells_of
 from bench_harness.core import plural
-from bench_harness.progress import STYLES, duration, total_estimate
+from bench_harness.progress import STYLES, RemainingTime, duration
 from bench_harness.runner import Planned
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     left = sum(not item.finished for item in planned)
     every = plural(len(planned), "case")
     text = every if left == len(planned) else f"{left} of {every} left"
-    estimate = total_estimate(planned)
+    estimate = RemainingTime(planned).seconds()
     if left and estimate is not None:
         text += f", about {duration(estimate)}{_by(planned)}"
     line(console, f"{text}, into {folder}")
@@ -54,14 +54,15 @@ def plan(
     left = [item for item in planned if not item.finished and item.missing is None]
     for item in planned:
         status = "finished" if item.finished else "to run" if item.missing is None else "skipped"
-        expected = _maybe(item.seconds) if status == "to run" else ""
+        known = "unknown" if item.seconds is None else duration(item.seconds)
+        expected = known if status == "to run" else ""
         grid.add_row(Text(item.case.label), status, expected)
     console.print(grid)
     reasons = [(i.case.experiment, i.missing) for i in planned if i.missing is not None]
     for experiment, reason in dict.fromkeys(reasons):
         origin = "" if preset is None else f"preset {preset}: {experiment}: "
         line(console, f"{origin}skipped: {reason}", style="cyan")
-    estimate = total_estimate(left)
+    estimate = RemainingTime(left).seconds()
     if estimate is None:  # nothing is known of any of them
         about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
     else:
@@ -251,7 +252,3 @@ def _grid(*columns: str, numbers_from: int | None = None) -> Grid:
 def line(console: Console, text: str, *, style: str = "") -> None:
     """One line, wrapped on a terminal and whole in a file."""
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
-
-
-def _maybe(seconds: float | None) -> str:
-    return "unknown" if seconds is None else duration(seconds)

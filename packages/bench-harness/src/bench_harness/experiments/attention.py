@@ -213,11 +213,62 @@ class Attention(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features."""
-        return _tables(rows)
+        frame = _frame(rows)
+        if "flops" in frame:
+            # A case's first variant is the reference of its speedups.
+            first = frame["variants"].str[0] == frame["variant"]
+            cell = "case_key sequence phase feature"
+            frame["speedup"] = 1 / row_tables.over(frame, first, cell)
+        grid = _COLUMNS.table(
+            "Attention grid",
+            frame,
+            f"{_PROBLEM} variant tier kernel phase {row_tables.STATISTICS} p20_ms p80_ms tflop_s "
+            f"speedup {row_tables.ROOFLINE} {_ERRORS} first_time_ms saved_mib predicted_mib missed "
+            "status error",
+            "On a GPU times are triton.testing.do_bench's (device events, cache overwritten), "
+            "unless the case asks for another clock; on a CPU the wall clock. Speedups compare "
+            "variants of one case only. Causal attention counts half of the scores. Errors are "
+            "shares of the largest value of the fp32 reference. Held before backward: what "
+            "forward leaves allocated, output included; predictions off by more than 10 % are "
+            f"marked. {roofline.NOTE}",
+        )
+        done = row_tables.finished(frame)
+        return [grid, *_medians(done), *_against(done), *_features(done)]
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time, throughput and held memory over the length; errors."""
-        return _figures(rows)
+        done = _frame(row_tables.finished(rows))
+        if "phase" not in done or done["median_ms"].isna().all():
+            return []
+        for end, other in (("low", "high"), ("high", "low")):
+            done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
+        measured = [name for name in PASSES if name in set(done["phase"])]
+        last = done[done["phase"] == measured[-1]]
+        unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
+        for name in ("tflop_s", *_RATES):
+            last = last.assign(**{name: last[name] / size})
+        length, share = "over the sequence length", "error (share of the largest value)"
+        rate = draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False)
+        times = [
+            Figure(
+                f"attention_{name}",
+                f"Time of {name} {length}",
+                draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
+                folded=name != measured[-1],
+            )
+            for name in measured
+        ]
+        held = [
+            Figure(f"attention_{name}", title, draw(last, column, unit), folded=True)
+            for name, title, column, unit in (
+                ("memory", "Memory that forward leaves allocated", "saved_mib", "memory (MiB)"),
+                ("errors_output", "Error of the output", "error_out", share),
+                ("errors_gradients", "Error of the gradients", "error_grad", share),
+            )
+            if column in last and last[column].notna().any()
+        ]
+        throughput = f"Throughput of {measured[-1]} {length}"
+        return [times[-1], Figure("attention_throughput", throughput, rate), *times[:-1], *held]
 
 
 def _groups(chosen: Options) -> list[tuple[tuple[int, ...], list[str]]]:
@@ -361,30 +412,6 @@ _COLUMNS = row_tables.Columns(
 _KIND = "dtype head_dim value_head_dim mask window softcap feature deterministic"
 _PROBLEM = f"{_KIND} batch heads kv_heads sequence varied"
 _ERRORS = "error_out error_grad error_dq error_dk error_dv error_dsinks error_dbias"
-
-
-def _tables(rows: pd.DataFrame) -> list[Table]:
-    """The grid, medians by pass and by variant, and what features cost."""
-    frame = _frame(rows)
-    if "flops" in frame:
-        # A case's first variant is the reference of its speedups.
-        first = frame["variants"].str[0] == frame["variant"]
-        cell = "case_key sequence phase feature"
-        frame["speedup"] = 1 / row_tables.over(frame, first, cell)
-    grid = _COLUMNS.table(
-        "Attention grid",
-        frame,
-        f"{_PROBLEM} variant tier kernel phase {row_tables.STATISTICS} p20_ms p80_ms tflop_s "
-        f"speedup {row_tables.ROOFLINE} {_ERRORS} first_time_ms saved_mib predicted_mib missed "
-        "status error",
-        "On a GPU times are triton.testing.do_bench's (device events, cache overwritten), unless "
-        "the case asks for another clock; on a CPU the wall clock. Speedups compare variants of "
-        "one case only. Causal attention counts half of the scores. Errors are shares of the "
-        "largest value of the fp32 reference. Held before backward: what forward leaves allocated, "
-        f"output included; predictions off by more than 10 % are marked. {roofline.NOTE}",
-    )
-    done = row_tables.finished(frame)
-    return [grid, *_medians(done), *_against(done), *_features(done)]
 
 
 def _frame(rows: pd.DataFrame) -> pd.DataFrame:
@@ -538,42 +565,6 @@ def _features(done: pd.DataFrame) -> list[Table]:
         "two is not steady."
     )
     return [_COLUMNS.table("Attention features", wide.reset_index(), lines, note, shown)]
-
-
-def _figures(rows: pd.DataFrame) -> list[Figure]:
-    """Time of each pass, throughput of the last, held memory and errors, over the length."""
-    done = _frame(row_tables.finished(rows))
-    if "phase" not in done or done["median_ms"].isna().all():
-        return []
-    for end, other in (("low", "high"), ("high", "low")):
-        done[f"tflop_s_{end}"] = done["flops"] / done[f"ci_{other}_ms"].astype("float64") / 1e9
-    measured = [name for name in PASSES if name in set(done["phase"])]
-    last = done[done["phase"] == measured[-1]]
-    unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
-    for name in ("tflop_s", *_RATES):
-        last = last.assign(**{name: last[name] / size})
-    length, share = "over the sequence length", "error (share of the largest value)"
-    rate = draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False)
-    times = [
-        Figure(
-            f"attention_{name}",
-            f"Time of {name} {length}",
-            draw(done[done["phase"] == name], "median_ms", "median time (ms)", _TIMES),
-            folded=name != measured[-1],
-        )
-        for name in measured
-    ]
-    held = [
-        Figure(f"attention_{name}", title, draw(last, column, unit), folded=True)
-        for name, title, column, unit in (
-            ("memory", "Memory that forward leaves allocated", "saved_mib", "memory (MiB)"),
-            ("errors_output", "Error of the output", "error_out", share),
-            ("errors_gradients", "Error of the gradients", "error_grad", share),
-        )
-        if column in last and last[column].notna().any()
-    ]
-    throughput = f"Throughput of {measured[-1]} {length}"
-    return [times[-1], Figure("attention_throughput", throughput, rate), *times[:-1], *held]
 
 
 #: Columns with the ends of an interval.

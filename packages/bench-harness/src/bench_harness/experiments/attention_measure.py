@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bench_harness.attentions import Attend
-    from flashattn_triton.mask_and_bias import MaskAndBias
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: "plain" has none; ratios of the others are to it.
@@ -220,6 +219,7 @@ def exact(
     import torch
 
     from flashattn_triton.logsumexp import add_sinks
+    from flashattn_triton.mask_and_bias import MaskAndBias
     from flashattn_triton.reference import attention_reference
     from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 
@@ -228,7 +228,11 @@ def exact(
         name: _checked_heads(problem, name, x).detach().float().requires_grad_()
         for name, x in learned(settings).items()
     }
-    mask_and_bias = _mask_and_bias(problem, {**settings, **leaves})
+    slopes = settings.get("alibi_slopes")
+    mask_and_bias = MaskAndBias(
+        alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
+        bias=leaves.get("bias"),
+    )
     sinks = leaves.get("sinks")
     found: list[dict[str, Tensor]] = []
     for q, k, v, grad_out in _checked(problem, tensors):
@@ -357,20 +361,6 @@ def _checked_heads(problem: Problem, name: str, tensor: Tensor) -> Tensor:
     """The part of a keyword argument, or of its gradient, that belongs to the checked heads."""
     group, _ = _heads(problem)
     return tensor[:, -group:] if name == "bias" else tensor[-group:]
-
-
-def _mask_and_bias(problem: Problem, settings: Mapping[str, Any]) -> MaskAndBias:
-    """What the reference takes of the keyword arguments, for the checked heads of one element.
-
-    ``settings["bias"]`` is already that of the checked heads.
-    """
-    from flashattn_triton.mask_and_bias import MaskAndBias
-
-    slopes = settings.get("alibi_slopes")
-    return MaskAndBias(
-        alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
-        bias=settings.get("bias"),
-    )
 
 
 class Attempts:
