@@ -2,7 +2,8 @@
 # Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
 # which share all GPUs; then tests whose ranks need several GPUs, 3 processes for each GPU.
 #   bash scripts/gpu_tests.sh [one|several] [-n PROCESSES] [-x] [-k NAME] [PATH ...]
-# "one" or "several" runs that part alone, where a machine is lent for minutes.
+# "one" or "several" runs that part alone, where a machine is lent for minutes. Never both at a time:
+# tests of several GPUs fill the memory of one on purpose.
 # -n says how many processes the first part has; without it, 13 for each GPU, at most one a core.
 # All other arguments go to pytest.
 # Uses the python3 of the environment it runs in if that one has torch, else the workspace's own.
