@@ -250,6 +250,23 @@ def test_a_state_of_another_class_is_refused() -> None:
     run_ranks(check_other_classes, 1)
 
 
+def check_other_moments(rank: int, world_size: int) -> None:
+    """One rank's moment has another shape: no rank loads."""
+    model = mlp()
+    optimizer = sharded(model, reduce_gradients=True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before, given = optimizer.state_dict(), optimizer.state_dict()
+    if rank == 1:
+        index, state = next(iter(given["state"].items()))
+        given["state"][index] = {**state, "exp_avg": state["exp_avg"][1:]}
+    with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape .* this rank's part is"):
+        optimizer.load_state_dict(given)
+    after = optimizer.state_dict()
+    for index, state in before["state"].items():
+        assert torch.equal(state["exp_avg"], after["state"][index]["exp_avg"])
+
+
 def check_freed(rank: int, world_size: int) -> None:
     for kwargs in ({}, {"reduce_gradients": True}, {"overlap": "next-forward"}):
         model = mlp()
@@ -278,6 +295,7 @@ CHECKS = [
     ("gradients dropped before the step", check_dropped, ()),
     ("a layer-wise optimizer", check_layer_wise, ()),
     ("a layer-wise optimizer over shards", check_layer_wise_over_shards, ()),
+    ("moments of another shape", check_other_moments, ()),
     ("dropped optimizers are freed", check_freed, ()),
 ]
 

@@ -47,7 +47,7 @@ from shard_optim.optimizer_class import (
     name_of,
     settings_of,
 )
-from shard_optim.optimizer_state import check_state_dict
+from shard_optim.optimizer_state import check_own_moments, check_state_dict
 from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
@@ -538,6 +538,7 @@ class ShardedOptimizer(Optimizer):
         problem = None
         try:
             check_state_dict(given)
+            check_own_moments(by_number(given), self.local.places(), self.param_groups)
         except ValueError as error:
             problem = str(error)
         self.wait()

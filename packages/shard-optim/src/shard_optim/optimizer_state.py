@@ -25,6 +25,7 @@ from shard_optim.optimizer_class import (
     all_params,
     by_number,
     foreign_hyperparameters,
+    name_of,
     pack_groups,
     state_keys,
 )
@@ -247,6 +248,26 @@ def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]
             "its state or param_groups are not those of torch.optim.Optimizer.state_dict()"
         )
     return groups, states
+
+
+def check_own_moments(
+    states: Mapping[int, Mapping[str, Any]], places: Mapping[int, Place], groups: Groups
+) -> None:
+    """Compares the shapes of moments, by parameter number, with this rank's parts.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    for index, state in states.items():
+        place = places.get(index)
+        for key, value in state.items():
+            is_moment = isinstance(value, Tensor) and value.numel() > 1
+            if is_moment and not (place and (place.whole_here or value.shape == place.form)):
+                expected = tuple(place.form) if place else "nothing"
+                raise ValueError(
+                    f"{key!r} of {name_of(groups, index)} has shape {tuple(value.shape)}, where "
+                    f"this rank's part is {expected}"
+                )
 
 
 def _parsed(key: str) -> tuple[int, str, str]:
