@@ -158,12 +158,14 @@ def test_what_is_unsteady_has_its_interval_and_a_busy_cpu_is_named() -> None:
 
 def test_tiles_show_the_step_its_throughput_the_peak_and_the_largest_cost() -> None:
     peak = {"kind": "phase", "phase": "backward", "peak_bytes": 2**30, **row("memory", [])}
-    cost = {"kind": "kernel", "phase": "forward", "kernel": "gemm", "share": 73.0}
+    cost = {"kind": "kernel", "phase": "forward", "kernel": "gemm", "share": 73.0, "total_ms": 9.0}
+    only = {**cost, "phase": "optimizer", "kernel": "adam", "share": 100.0, "total_ms": 2.0}
     rows = [
         {"variant": "no communication", "tokens": 100, **row("train-step", STEADY)},
         {"variant": "NaiveDDP", "tokens": 100, **row("train-step", [2 * s for s in STEADY])},
         {**peak, "samples_ms": None},
         {**cost, **row("profile", []), "samples_ms": None},
+        {**only, **row("profile", []), "samples_ms": None},
     ]
     step, *rest = tiles(rows)
     assert step[:2] == ("step", "20 ms")

@@ -68,10 +68,11 @@ def tiles(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
     if peaks:
         most, where = max(peaks)
         found.append(("peak memory", quantity(most, "B"), where))
-    shares = [(row["share"], row) for row in done if row.get("kind") == "kernel" and "share" in row]
-    if shares:
-        share, row = max(shares, key=lambda each: float(each[0]))
-        found.append(("largest cost", f"{share:.0f} % of {row['phase']}", row["kernel"][:60]))
+    kernels = [row for row in done if row.get("kind") == "kernel" and "total_ms" in row]
+    if kernels:
+        top = max(kernels, key=lambda each: float(each["total_ms"]))
+        share = f"{top['share']:.0f} % of {top['phase']}"
+        found.append(("largest cost", share, top["kernel"][:60]))
     return found
 
 
@@ -103,7 +104,8 @@ def _fastest(rows: list[Row]) -> tuple[bool, str] | None:
     if not timed:
         return None
     last = timed[-1]
-    what = {name: last.get(name) for name in ("case_key", "phase", "sequence", "feature")}
+    about = ("case_key", "phase", "sequence", "feature", "size_bytes")
+    what = {name: last.get(name) for name in about}
     cell = [row for row in timed if all(row.get(name) == value for name, value in what.items())]
     cell = [row for row in cell if not row["variant"].startswith(_BOUND)] or cell
     first, *others = sorted(cell, key=lambda row: statistics.median(row["samples_ms"]))
