@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from shard_optim import ShardedOptimizer, plan_buckets, save
+from shard_optim import ShardedOptimizer, save
 
 
 def mistakes(module: nn.Module) -> None:
@@ -15,4 +15,3 @@ def mistakes(module: nn.Module) -> None:
     ShardedOptimizer(module.parameters())  # refused
     optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)  # refused
     save(optimizer, "folder")  # refused
-    plan_buckets([1], world_size=2, partition="equal", bucket_numel=1)  # refused

@@ -7,17 +7,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shard_optim import (
-    BucketPlan,
     CollectiveError,
     FullyShardedDataParallel,
     Partition,
     ShardedGradScaler,
     ShardedOptimizer,
-    Span,
     full_state,
     load,
     load_full_state,
-    plan_buckets,
     save,
 )
 
@@ -57,13 +54,6 @@ def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
     load_full_state(full_state(module, optimizer), module, optimizer)
     save(folder, optimizer=optimizer)
     load(str(folder), optimizer=optimizer)
-
-
-def plan() -> list[Span | None]:
-    plans: list[BucketPlan] = plan_buckets(
-        [10, 20], world_size=2, partition="whole", bucket_numel=16, first_numel=8, alignment=4
-    )
-    return [plan.span(0, rank=1) for plan in plans]
 
 
 def fully_sharded(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
