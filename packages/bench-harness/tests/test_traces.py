@@ -335,6 +335,18 @@ def test_a_timeline_keeps_every_kernel_by_name_and_stream(gpu_trace):
     assert timelines(json.loads(json.dumps({"a": whole(line)})))["a"]["drawn"] == 0
 
 
+def test_streams_of_a_replayed_graph_share_lanes_by_their_work():
+    """A block of a graph has a stream of its own, and 30 lanes of one block each show nothing."""
+    blocks = [Event("gemm", 10 * n, 10 * n + 12, (0, 700 + n), 12) for n in range(30)]
+    sent = [Event("ncclDevKernel_AllReduce", 10 * n, 10 * n + 5, (0, 800 + n), 5) for n in range(9)]
+    trace = Trace(on_device=True, compute=blocks, communication=sent)
+    lanes = timeline(trace, (0, 400))["lanes"]
+    assert [lane["name"] for lane in lanes] == ["compute", "compute", "transfer"]
+    assert [len(spans_of(lane)) for lane in lanes] == [15, 15, 9]
+    few = timeline(Trace(on_device=True, compute=blocks[:3]), (0, 400))["lanes"]
+    assert [lane["name"] for lane in few] == ["stream 700", "stream 701", "stream 702"]
+
+
 def whole(line):
     """A rank's timeline as the only one of a row."""
     return {"drawn": 0, "ranks": [{**line, "offset_ns": 0}]}

@@ -17,6 +17,8 @@ from bench_harness.traces.trace import MARK, PHASE, Event, Trace, kind, short_na
 WORK = ("matmul", "fused attention", "other", "communication", "copy")
 #: Operators of the host that hold a matrix product, where only the outermost ones are shown.
 _PRODUCT = re.compile(r"^aten::(linear|matmul|einsum|conv\dd|convolution)$")
+#: A replayed CUDA graph gives nearly every block a stream of its own, where nobody finds anything.
+_MOST_STREAMS = 12
 #: Start, end and the position of the name.
 _Span = tuple[int, int, int]
 
@@ -39,16 +41,19 @@ def timeline(trace: Trace, window: Interval, late: Sequence[Sequence[int]] = ())
     for events, work in ((trace.compute, ""), (trace.communication, "communication")):
         _collect(events, work, window, names, streams)
     _collect(trace.copies, "copy", window, names, streams)
-    lanes = [
-        (f"stream {stream}" if trace.on_device else f"thread {number}", lane)
+    kinds = [kind_of_work for _, kind_of_work in names]
+    rows = [
+        (f"stream {stream}" if trace.on_device else f"thread {number}", spans)
         for number, ((_, stream), spans) in enumerate(sorted(streams.items()), start=1)
-        for lane in _apart(spans)
     ]
+    if len(rows) > _MOST_STREAMS:
+        rows = _by_work((span for _, spans in rows for span in spans), kinds)
+    lanes = [(name, lane) for name, spans in rows for lane in _apart(spans)]
     return {
         "window_ns": finish - begin,
         "exposed_ns": trace.overlap(window).exposed_ns,
         "names": [name for name, _ in names],
-        "work": [WORK.index(work) for _, work in names],
+        "work": [WORK.index(each) for each in kinds],
         "lanes": [{"name": name, "spans": _flat(spans)} for name, spans in lanes],
         "phases": _phases(trace, window),
         "late": [[s - begin, e - begin] for s, e in clip(((s, e) for s, e in late), window)],
@@ -74,6 +79,15 @@ def _collect(
         start = max(event.start_ns, window[0]) - window[0]
         end = min(event.end_ns, window[1]) - window[0]
         streams.setdefault(event.thread, []).append((start, end, known[event.name]))
+
+
+def _by_work(spans: Iterable[_Span], kinds: Sequence[str]) -> list[tuple[str, list[_Span]]]:
+    """What computes, what communicates, and what copies; ``kinds`` are those of the names."""
+    lanes: dict[str, list[_Span]] = {"compute": [], "transfer": [], "copy": []}
+    for span in spans:
+        lane = {"communication": "transfer", "copy": "copy"}.get(kinds[span[2]], "compute")
+        lanes[lane].append(span)
+    return list(lanes.items())
 
 
 def _apart(spans: list[_Span]) -> list[list[_Span]]:
