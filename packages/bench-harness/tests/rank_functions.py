@@ -54,7 +54,9 @@ def die_on_last(rank, world_size, device):
 
 
 def fail_on_last_while_others_sleep(rank, world_size, device):
+    dist.barrier()  # a rank that has not met the others yet reports that it lost them
     if rank == world_size - 1:
+        time.sleep(1)
         raise ValueError("no such luck")
     time.sleep(600)
 
