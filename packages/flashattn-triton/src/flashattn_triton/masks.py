@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.operator_rules import NOTHING, Given
+from flashattn_triton.operator_rules import Given
 from flashattn_triton.problem import Problem, seen_keys
 
 
@@ -88,7 +88,7 @@ def without_unseen_keys(
         seen = torch.arange(n_keys, device=key.device) < prefix_lengths.clamp(min=last)[:, None]
         return *_with_zeros(seen[:, None], key, value, problem.layout), given
     key, value = (x.narrow(rows, first, last - first) for x in (key, value))
-    if given is NOTHING:
+    if bias is None and mask is None:
         return key, value, given
     if bias is not None and columns > 1:
         bias = bias[..., first:last]

@@ -198,9 +198,9 @@ def seen_keys(
     """The keys that a causal mask or a window does not hide from all queries, first to last + 1."""
     left, right = problem.band
     if problem.bottom_right:
-        first = 0 if left is None else torch.sym_max(0, n_keys - n_queries - left)
+        first = 0 if left is None else max(0, n_keys - n_queries - left)
         return first, n_keys
-    return 0, n_keys if right is None else torch.sym_min(n_keys, n_queries + right)
+    return 0, n_keys if right is None else min(n_keys, n_queries + right)
 
 
 # Problems by the arguments that they were made of; emptied when it is full.
