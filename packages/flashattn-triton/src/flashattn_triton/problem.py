@@ -193,14 +193,16 @@ def diagonal_offset(n_queries: int, n_keys: int, problem: Problem) -> int:
 
 
 def seen_keys(
-    n_queries: int, n_keys: int, problem: Problem
+    n_queries: int | torch.SymInt, n_keys: int | torch.SymInt, problem: Problem
 ) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """The keys that a causal mask or a window does not hide from all queries, first to last + 1."""
     left, right = problem.band
+    # Lengths that an export keeps open must not decide anything; compilers trace max and min.
+    is_open = isinstance(n_keys, torch.SymInt) or isinstance(n_queries, torch.SymInt)
+    most, least = (torch.sym_max, torch.sym_min) if is_open else (max, min)
     if problem.bottom_right:
-        first = 0 if left is None else max(0, n_keys - n_queries - left)
-        return first, n_keys
-    return 0, n_keys if right is None else min(n_keys, n_queries + right)
+        return 0 if left is None else most(0, n_keys - n_queries - left), n_keys
+    return 0, n_keys if right is None else least(n_keys, n_queries + right)
 
 
 # Problems by the arguments that they were made of; emptied when it is full.
