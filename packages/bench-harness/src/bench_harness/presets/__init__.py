@@ -102,7 +102,7 @@ def _parse(name: str, source: str, toml: str) -> Preset:
             f"preset {source} must be TOML, but got an error: {error}. Correct it."
         ) from None
     description = content.pop("description", "")
-    runs = []
+    runs, has_gpu = [], gpu_count() > 0
     for experiment_name, tables in content.items():
         try:
             experiment = experiments.get(experiment_name)
@@ -112,7 +112,7 @@ def _parse(name: str, source: str, toml: str) -> Preset:
                 both = [options.build(experiment, given) for given in (plain, on_gpu)]
                 for values, given in zip(both, (plain, on_gpu), strict=True):
                     user_code.refuse_ignored(values, given)
-                runs.append((experiment_name, both[gpu_count() > 0]))
+                runs.append((experiment_name, both[has_gpu]))
         except ValueError as error:
             raise ValueError(f"preset {source}: {error}") from None
     if not runs:
