@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_optim.bucket_layout import plan_buckets
+from shard_optim.bucket_plan import plan_buckets
 
 
 def owned(plan, rank):

@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shard_optim.bucket_layout import Row
 from shard_optim.dcp_folder import read_dcp_description
 from shard_optim.json_messages import decode, encode
 from shard_optim.mesh import on_every_rank
+from shard_optim.place import Row
 from shard_optim.stored_tensor import (
     Part,
     StoredTensor,

@@ -14,8 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, all_reduce
-from shard_optim.optimizer_class import all_params
 from shard_optim.origin import shard_ranks_of
+from shard_optim.parameter_groups import all_params
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import MIB
-from shard_optim.optimizer_class import all_params, settings_of
+from ddp_lite.ranks import MEBIBYTE
+from shard_optim.parameter_groups import all_params
+from shard_optim.shard_update import settings_of
 
 
 def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> type[Optimizer]:
@@ -37,7 +38,7 @@ def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> t
         chunk_size_mb: parameters that are updated at once, in MB (1024² bytes); a larger parameter
             is a chunk of its own.
     """
-    settings = {"_chunk_bytes": chunk_size_mb * MIB}
+    settings = {"_chunk_bytes": chunk_size_mb * MEBIBYTE}
     return type(optimizer_cls.__name__, (_Offloaded, optimizer_cls), settings)
 
 

@@ -17,38 +17,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import resolve_group
-from shard_optim.bucket_layout import (
-    Bucket,
-    Placement,
-    check_gradient,
-    check_layout,
-)
+from shard_optim.bucket_plan import Partition
 from shard_optim.bucket_reduction import GradientReducer
+from shard_optim.buckets import Bucket, ForwardWaits, Placement
 from shard_optim.communication import (
     Communication,
     PeerCopy,
     check_first_step,
+    check_gradient,
     resolve_communication,
 )
-from shard_optim.forward_waits import ForwardWaits
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import Mesh
 from shard_optim.offload import check_offload, offloaded
-from shard_optim.optimizer_class import (
-    Groups,
-    Partition,
-    all_params,
-    as_groups,
-    by_number,
-    default_settings,
-    describe_groups,
-    name_of,
-    settings_of,
-)
+from shard_optim.optimizer_class import check_class, check_update, default_settings
 from shard_optim.optimizer_state import check_own_moments, check_state_dict
-from shard_optim.optimizer_trial import check_class, check_update
 from shard_optim.origin import (
     ORIGIN,
     check_loaded,
@@ -58,7 +43,16 @@ from shard_optim.origin import (
     sharded_in,
     sharded_of,
 )
-from shard_optim.shard_update import MASTER, LocalOptimizer
+from shard_optim.parameter_groups import (
+    Groups,
+    all_params,
+    as_groups,
+    by_number,
+    describe_groups,
+    name_of,
+)
+from shard_optim.place import check_layout
+from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
 Overlap = Literal["next-forward"]
 
@@ -82,7 +76,7 @@ class ShardedOptimizer(Optimizer):
     at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
     for inspection, and tensors in it may be changed in place.
 
-    Parameters become views of flat buffers (``bucket_layout.py``), so construct this after moving
+    Parameters become views of flat buffers (``buckets.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
@@ -178,7 +172,7 @@ class ShardedOptimizer(Optimizer):
             where=f'partition="{partition}"',
             remedy='Pass partition="whole".' if partition == "flat" else None,
         )
-        super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
+        super().__init__(groups, default_settings(optimizer_cls, settings_of(groups[0]), kwargs))
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:

@@ -18,18 +18,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Place, Row
 from shard_optim.fully_sharded.own_shards import StatesOfShards
-from shard_optim.optimizer_class import (
-    Groups,
-    all_params,
-    by_number,
-    foreign_hyperparameters,
-    name_of,
-    pack_groups,
-    state_keys,
-)
-from shard_optim.shard_update import MASTER, LocalOptimizer
+from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
+from shard_optim.parameter_groups import Groups, all_params, by_number, name_of
+from shard_optim.place import Place, Row
+from shard_optim.shard_update import MASTER, LocalOptimizer, pack_groups, settings_of
 
 # Parameter number; for a moment its kind and name.
 _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DOTALL)
@@ -176,7 +169,7 @@ class OptimizerState:
                 )
         numbers = itertools.count()
         for number, group in enumerate(header["param_groups"]):
-            names = state_keys(self._cls, group, self._kwargs)
+            names = state_keys(self._cls, settings_of(group), self._kwargs)
             for _, index in zip(group["params"], numbers, strict=False):
                 found = kept[index] - {MASTER}
                 if names is not None and found and found != names:

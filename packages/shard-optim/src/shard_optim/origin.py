@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_lite.ranks import Ranks
-from shard_optim.bucket_layout import SHARDED, Place
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
-from shard_optim.optimizer_class import Groups, all_params
-from shard_optim.optimizer_trial import arguments_of, check_class, check_update
+from shard_optim.optimizer_class import arguments_of, check_class, check_update
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import SHARDED, Place
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"

@@ -22,16 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import (
-    Bucket,
-    Place,
-    Shard,
-    check_gradient,
-    in_dtype,
-    in_memory_order,
-)
-from shard_optim.optimizer_class import Groups, Partition, settings_of
-from shard_optim.optimizer_trial import check_elementwise_state
+from shard_optim.bucket_plan import Partition
+from shard_optim.buckets import Bucket, Shard
+from shard_optim.communication import check_gradient, in_dtype
+from shard_optim.optimizer_class import check_elementwise_state
+from shard_optim.parameter_groups import Groups
+from shard_optim.place import Place, in_memory_order
 
 # Key of a master copy among a parameter's state.
 MASTER = "master_param"
@@ -457,3 +453,19 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     return bool(a == b)
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def pack_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups as a plain state dict has them: parameters replaced by their numbers."""
+    packed, number = [], 0
+    for group in groups:
+        size = len(group["params"])
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
+        number += size
+    return packed

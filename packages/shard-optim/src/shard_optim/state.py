@@ -41,7 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import all_reduce
-from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
 from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.own_shards import StatesOfShards
@@ -51,6 +50,7 @@ from shard_optim.mesh import Mesh, on_every_rank
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
+from shard_optim.place import Place, Row, flat_slice, replicated_place
 from shard_optim.stored_tensor import StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place, replicated_place
-from shard_optim.optimizer_class import Groups, all_params, settings_of
+from shard_optim.buckets import Bucket
 from shard_optim.origin import CHECKED, INSIDE, ORIGIN, sharded_in, sharded_of
-from shard_optim.shard_update import unshared
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import Place, replicated_place
+from shard_optim.shard_update import settings_of, unshared
 
 
 class StatesOfShards:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lite.ranks import all_reduce
-from shard_optim.bucket_layout import check_gradient
+from shard_optim.communication import check_gradient
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import is_quantised
 from shard_optim.mesh import Mesh

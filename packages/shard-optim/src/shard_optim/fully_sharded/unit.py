@@ -19,16 +19,19 @@ from torch import Tensor
 
 from ddp_lite.ranks import start_all_reduce
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_layout import Place, check_gradient, in_dtype, in_memory_order, round_up
+from shard_optim.bucket_plan import round_up
 from shard_optim.communication import (
     Communication,
     all_gather,
     as_sent,
+    check_gradient,
+    in_dtype,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import UnitPlan, is_quantised
 from shard_optim.mesh import Mesh
+from shard_optim.place import Place, in_memory_order
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
 ALIGNMENT = 128

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Place, assign_owners
+from shard_optim.bucket_plan import assign_owners
 from shard_optim.communication import all_to_all
 from shard_optim.fully_sharded.own_shards import OwnShards
-from shard_optim.optimizer_class import Groups, all_params
 from shard_optim.origin import sharded_of
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import Place
 
 
 def orthogonalization_cost(shape: torch.Size) -> int:

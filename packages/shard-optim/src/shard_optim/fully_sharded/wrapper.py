@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_lite.transparent import TransparentWrapper
-from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize
@@ -31,6 +30,7 @@ from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
+from shard_optim.place import SHARDED, check_layout, replicated_place
 
 _COMPILE_UNITS = (
     "units must be compiled, and before the model is wrapped, but got {} "
