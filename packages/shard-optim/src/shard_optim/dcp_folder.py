@@ -1,4 +1,4 @@
-"""Folders that shard-optim wrote before ``contents.json``: read without building any object.
+"""Folders that shard-optim wrote before ``contents.json``, described as that file does.
 
 Their description is a pickle, in which no name is looked up: where a pickle would make an object,
 ``_Made`` only says what would have been called with which arguments. So a stranger's file reaches
@@ -14,17 +14,18 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shard_optim.json_messages import encode
 from shard_optim.stored_tensor import (
     Part,
-    StoredTensor,
+    are_counts,
     damaged,
-    dtype_named,
-    open_regular,
+    open_part,
     read_checksummed,
     read_small,
 )
@@ -57,13 +58,11 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type[_Made]:
         """A class of its own for each name."""
-        return type("_Made", (_Made,), {"name": f"{module}.{name}"})
+        return type("_Made", (_Made,), {"name": name})
 
 
-def read_dcp_description(
-    folder: Path,
-) -> tuple[dict[str, StoredTensor], dict[str, Any], bytes]:
-    """The tensors and small values of such a folder by key, and the bytes that tell of them.
+def translated(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """What ``contents.json`` would hold, and the bytes of the files that tell it.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -76,14 +75,15 @@ def read_dcp_description(
         tensors, places = _described(top, checksums["items"])
     except Exception as error:  # damaged instructions can make anything of the stack
         raise damaged(folder / ".metadata", error) from error
-    values = {key: _saved_value(folder, key, part) for key, part in places.items()}
-    return tensors, values, data + lines
+    values = {key: encode(_saved_value(folder, key, part)) for key, part in places.items()}
+    content = {"metadata_crc32": zlib.crc32(data), "tensors": tensors, "values": values}
+    return content, data + lines
 
 
 def _described(
     top: Mapping[str, Any], crc_of: Mapping[str, int]
-) -> tuple[dict[str, StoredTensor], dict[str, Part]]:
-    """The tensors, and where the small values are, by key."""
+) -> tuple[dict[str, Any], dict[str, Part]]:
+    """The tensors as ``contents.json`` describes them, and where the small values are, by key."""
 
     def numbers(size: _Made | None) -> tuple[int, ...]:
         return tuple(size.args[0]) if size else ()
@@ -93,47 +93,43 @@ def _described(
         for index, info in top["storage_data"].items()
     }
 
-    def part_of(key: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Part:
+    def part(key: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Part:
         if len(sizes) != 1 and any(offsets):
             raise ValueError(f"{key} is stored in blocks")
-        info = stored_at[key, offsets]
-        return Part(
-            first=sum(offsets),
-            count=math.prod(sizes),
-            file=info["relative_path"],
-            offset=info["offset"],
-            length=info["length"],
-            crc32=crc_of[f"{key} {','.join(map(str, offsets))}"],
-        )
+        found = stored_at[key, offsets]
+        crc32 = crc_of[f"{key} {','.join(map(str, offsets))}"]
+        where = found["offset"], found["length"], crc32
+        if not are_counts(where):
+            raise ValueError(f"{key} has sizes that are no counts")
+        name = Path(found["relative_path"]).name
+        return Part(sum(offsets), math.prod(sizes), name, *where)
 
     tensors, places = {}, {}
     for key, entry in top["state_dict_metadata"].items():
-        if entry.name.endswith("BytesStorageMetadata"):
-            places[key] = part_of(key)
+        if entry.name == "BytesStorageMetadata":
+            places[key] = part(key)
             continue
         chunks = [chunk.state for chunk in entry.state["chunks"]]
-        parts = [part_of(key, numbers(c["offsets"]), numbers(c["sizes"])) for c in chunks]
-        tensors[key] = StoredTensor(
-            dtype=dtype_named(entry.state["properties"].state[0].name.removeprefix("torch.")),
-            shape=numbers(entry.state["size"]),
-            parts=tuple(sorted((p for p in parts if p.count), key=lambda part: part.first)),
-        )
+        parts = [part(key, numbers(c["offsets"]), numbers(c["sizes"])) for c in chunks]
+        tensors[key] = {
+            "dtype": entry.state["properties"].state[0].name,
+            "shape": numbers(entry.state["size"]),
+            "parts": [vars(p) for p in sorted(parts, key=attrgetter("first")) if p.count],
+        }
     return tensors, places
 
 
 def _saved_value(folder: Path, key: str, part: Part) -> Any:
     """What ``torch.save`` wrote: numbers, strings, containers and small tensors."""
-    path = folder / Path(part.file).name
-    with open_regular(path) as file:
-        if part.length > _MOST_VALUE_BYTES:
-            raise damaged(path, f"{key} takes {part.length} bytes")
-        file.seek(part.offset)
-        saved = file.read(part.length)
-    if zlib.crc32(saved) != part.crc32:
-        raise damaged(path, f"the checksum of {key} differs")
+    path = folder / part.file
+    if part.length > _MOST_VALUE_BYTES:
+        raise damaged(path, f"{key} takes {part.length} bytes")
+    with open_part(folder, key, part) as file:
+        saved = io.BytesIO(file.read(part.length))
     try:
-        if any(entry.compress_type for entry in zipfile.ZipFile(io.BytesIO(saved)).infolist()):
+        if any(entry.compress_type for entry in zipfile.ZipFile(saved).infolist()):
             raise ValueError("its archive is compressed")
-        return torch.load(io.BytesIO(saved), weights_only=True, map_location="cpu")
+        saved.seek(0)
+        return torch.load(saved, weights_only=True, map_location="cpu")
     except Exception as error:
         raise damaged(path, f"{key}: {error}") from error

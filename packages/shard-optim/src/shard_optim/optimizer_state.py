@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
 from shard_optim.parameter_groups import Groups, all_params, by_number, name_of
 from shard_optim.place import Place, Row
 from shard_optim.shard_update import MASTER, LocalOptimizer, pack_groups, settings_of
+from shard_optim.stored_tensor import StoredTensor
 
 # Parameter number; for a moment its kind and name.
 _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DOTALL)
@@ -49,6 +50,7 @@ class OptimizerState:
         self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
         self._shards, self._install = shards, install
         self._places = shards.places()  # of parameters, by number; frozen ones may have none
+        self._taken: dict[str, Tensor] = {}
 
     def header(self) -> dict[str, Any]:
         """The same for every number of ranks, and for shards as for whole parameters."""
@@ -117,23 +119,32 @@ class OptimizerState:
                     )
         return tensors, values
 
+    def keys_in(self, tensors: Mapping[str, StoredTensor]) -> Iterable[str]:
+        """The keys of a description that are moments."""
+        return (key for key in tensors if key.startswith("state."))
+
     def place_of(self, key: str, size: Sequence[int]) -> Place:
         """Where a moment lies, by its key and, if it has not one value per element, its size."""
         index, kind, _ = _parsed(key)
         place = self._places[index]
         return place if kind == "elements" else place.beside(torch.Size(size))
 
+    def dtype_of(self, _key: str, given: Tensor) -> torch.dtype:
+        """The dtype in which a moment travels."""
+        return given.dtype
+
     # --- comparison --------------------------------------------------------------------------
 
     def problems(
-        self, sizes: Mapping[str, Sequence[int]], values: Mapping[str, Any]
+        self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
     ) -> Iterator[str]:
         """Reasons why state does not fit this optimizer, the most general first.
 
         Args:
-            sizes: of each moment, by key.
+            tensors: the description's, by key.
             values: the header, and small values.
         """
+        sizes = {key: tensors[key].shape for key in self.keys_in(tensors)}
         header, ours = values["header"], self.header()
         if header["optimizer"] != ours["optimizer"]:
             yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
@@ -200,27 +211,28 @@ class OptimizerState:
 
     # --- from keys to state ------------------------------------------------------------------
 
-    def by_parameter(
-        self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> dict[int, dict[str, Any]]:
-        """State by parameter number and key, from moments and small values by their keys."""
+    def whole(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the optimizer's class, from tensors and small values by their keys."""
         states: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        for key, small in values.items():
-            if key != "header" and small:
-                states[_parsed(key)[0]] |= small
-        for key, value in moments.items():
-            index, _, name = _parsed(key)
-            states[index][name] = value
-        return dict(sorted(states.items()))
+        for key, value in (*values.items(), *tensors.items()):
+            if match := _KEY.fullmatch(key):
+                states[int(match[1])] |= {match[3]: value} if match[3] else value
+        found = {index: state for index, state in sorted(states.items()) if state}
+        return {"state": found, "param_groups": values["header"]["param_groups"]}
 
-    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state and the hyperparameters: the end of every load.
+    def take(self, key: str, value: Tensor) -> None:
+        """Keeps a moment for ``install``; a part of a whole tensor is copied out of it."""
+        part = value.untyped_storage().nbytes() > value.nbytes
+        self._taken[key] = value.to("cpu", copy=part)
+
+    def install(self, values: Mapping[str, Any]) -> None:
+        """Replaces this rank's state by what was taken, and the hyperparameters.
 
         Args:
-            moments: the tensors that this rank keeps, by key.
             values: the header, and small values of all parameters, by ``state.I.values``.
         """
-        self._install(self.by_parameter(moments, values), values["header"]["param_groups"])
+        whole = self.whole(self._taken, values)
+        self._install(whole["state"], whole["param_groups"])
 
 
 def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:

@@ -10,7 +10,8 @@ import stat
 import struct
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,7 +37,7 @@ _HEADER_BYTES = 30
 _BYTE_ORDER = re.compile(rb"/byteorder(?:FB..Z*)?(little|big)", re.DOTALL)  # "FB": padding
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Part:
     """Elements ``[first, first + count)`` of a tensor, and where a file holds them.
 
@@ -51,19 +52,29 @@ class Part:
 
     first: int
     count: int
-    file: str
-    offset: int
-    length: int
-    crc32: int
+    file: str = ""
+    offset: int = 0
+    length: int = 0
+    crc32: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint; its parts cover it exactly once, in ascending order."""
+    """One tensor, of which files or ranks hold parts."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
+
+    def gap(self) -> str | None:
+        """How the parts, in ascending order, fail to cover the tensor exactly once, or None."""
+        numel, end = math.prod(self.shape), 0
+        for part in self.parts:
+            if part.first != end or part.count <= 0:
+                span = f"[{part.first}, +{part.count})"
+                return f"its parts meet badly at element {end} of {numel}: one is {span}"
+            end += part.count
+        return None if end == numel else f"its parts end at element {end} of {numel}"
 
 
 def damaged(path: Path, reason: object) -> ValueError:
@@ -86,14 +97,9 @@ def dtype_named(name: str) -> torch.dtype:
     return dtype
 
 
-def coverage(numel: int, spans: Sequence[tuple[int, int]]) -> str | None:
-    """How (first, count) pairs fail to cover a vector of ``numel`` elements, or None."""
-    end = 0
-    for first, count in sorted(spans):
-        if first != end or count <= 0:
-            return f"its parts meet badly at element {end} of {numel}: one is [{first}, +{count})"
-        end = first + count
-    return None if end == numel else f"its parts end at element {end} of {numel}"
+def are_counts(numbers: Iterable[Any]) -> bool:
+    """Whether all are numbers that a size, a place in a file or a checksum can be."""
+    return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
 
 
 def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -108,10 +114,9 @@ def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         numbers = [*tensor.shape]
         for part in tensor.parts:
             numbers += [part.first, part.count, part.offset, part.length, part.crc32]
-        if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        if not are_counts(numbers):
             raise damaged(folder, f"{key} has sizes that are no counts")
-        spans = [(part.first, part.count) for part in tensor.parts]
-        if problem := coverage(math.prod(tensor.shape), spans):
+        if problem := tensor.gap():
             raise damaged(folder, f"{key} is not stored exactly once, because {problem}")
         for part in tensor.parts:
             if part.file not in sizes:
@@ -177,6 +182,46 @@ def read_checksummed(path: Path) -> tuple[Any, bytes]:
         raise damaged(path, error) from error
 
 
+class _Checksummed:
+    """A file that is being written, and the CRC-32 of what has been written through this object."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.flush, self._file = file.flush, file
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        """Writes bytes and takes them into the checksum."""
+        self.crc32 = zlib.crc32(data, self.crc32)
+        return self._file.write(data)
+
+
+def write_elements(file: BinaryIO, elements: Tensor) -> tuple[int, int, int]:
+    """Writes a vector; returns the offset, length and CRC-32 of its container."""
+    stream, offset = _Checksummed(file), file.tell()
+    # A copy, because torch.save would write everything that shares its memory.
+    torch.save(elements.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
+    return offset, file.tell() - offset, stream.crc32
+
+
+@contextmanager
+def open_part(folder: Path, key: str, part: Part) -> Iterator[BinaryIO]:
+    """Opens a file at the beginning of a part's container, whose checksum is right.
+
+    Raises:
+        ValueError: if the file is damaged.
+    """
+    path = folder / part.file
+    with open_regular(path) as file:
+        file.seek(part.offset)
+        crc32, left = 0, part.length
+        while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
+        if crc32 != part.crc32:
+            raise damaged(path, f"the checksum of {key} differs")
+        file.seek(part.offset)
+        yield file
+
+
 def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, count: int) -> Tensor:
     """Elements ``[first, first + count)`` of a stored tensor, after their checksums.
 
@@ -189,23 +234,14 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
         begin, end = max(first, part.first), min(first + count, part.first + part.count)
         if begin >= end:
             continue
-        path = folder / part.file
-        with open_regular(path) as file:
-            file.seek(part.offset)
-            crc32, left = 0, part.length
-            while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
-            if crc32 != part.crc32:
-                raise damaged(path, f"the checksum of {key} differs")
-            file.seek(part.offset)
-            head = file.read(min(part.length, _MOST_OVERHEAD))
-            start = _start_of_elements(head)
+        with open_part(folder, key, part) as file:
+            start = _start_of_elements(file.read(min(part.length, _MOST_OVERHEAD)))
             if start is None or start + part.count * size > part.length:
-                raise damaged(path, f"{key} is not stored as torch.save() stores it here")
+                raise damaged(folder / part.file, f"{key} is not stored as torch.save() stores it")
             file.seek(part.offset + start + (begin - part.first) * size)
             target = memoryview(memory)[(begin - first) * size : (end - first) * size]
             if file.readinto(target) != len(target):  # type: ignore[attr-defined]
-                raise damaged(path, f"it ends before {key} does")
+                raise damaged(folder / part.file, f"it ends before {key} does")
     return from_bytes(memory, tensor.dtype)
 
 

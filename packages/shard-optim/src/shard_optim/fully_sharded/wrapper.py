@@ -129,7 +129,7 @@ class FullyShardedDataParallel(TransparentWrapper):
             f"communication {type(communication).__qualname__}",
         )
         # Whoever is on the meta device gets the first rank's values, if that one has any.
-        reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
+        reset = bool(self.ranks.broadcast_json("the start of a model", is_on_meta(module)))
         owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
         for each in module.modules():
             for param in each.parameters(recurse=False):
