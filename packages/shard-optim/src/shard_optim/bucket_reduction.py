@@ -105,10 +105,6 @@ class _Flight:
 class GradientReducer:
     """Hooks parameters and reduces their gradients bucket by bucket.
 
-    Args:
-        communication: of the ranks to average over.
-        ranks: these ranks.
-
     Attributes:
         check_read: called with the parameters whose gradients are about to be reduced.
     """
@@ -316,11 +312,7 @@ class GradientReducer:
 
 
 class StandIn:
-    """The stand-in of one parameter's gradient.
-
-    Args:
-        param: the parameter.
-    """
+    """The stand-in of one parameter's gradient."""
 
     def __init__(self, param: Tensor) -> None:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.

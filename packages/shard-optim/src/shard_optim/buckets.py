@@ -81,11 +81,8 @@ class Bucket:
     Args:
         params: the members, in the plan's order; one dtype, one device.
         indices: each member's number over all groups.
-        names: each member's name, for errors.
         plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
-        communication: of the ranks that share the work.
-        ranks: these ranks.
     """
 
     def __init__(
@@ -202,7 +199,6 @@ class Placement:
     """Puts trainable parameters into buckets, and remembers which are frozen.
 
     Args:
-        partition: "flat" or "whole".
         bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
             and begins with smaller ones.
 
@@ -235,12 +231,6 @@ class Placement:
         self, groups: Groups, added: Iterable[int], communication: Communication, ranks: Ranks
     ) -> list[Bucket]:
         """Makes buckets for added parameters, and for frozen ones that have become trainable.
-
-        Args:
-            groups: all groups of parameters.
-            added: numbers of parameters that were not placed before.
-            communication: of the ranks that share each bucket.
-            ranks: these ranks.
 
         Returns:
             The new buckets, the same on every rank.

@@ -87,12 +87,7 @@ def check_gradient(grad: Tensor | None, name: str) -> None:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, at twice its speed on CUDA: the kernel for several tensors is better.
-
-    Args:
-        tensor: of any shape; returned itself if it has the dtype.
-        dtype: of the result.
-    """
+    """``tensor.to(dtype)``, at twice its speed on CUDA by the kernel for several tensors."""
     if tensor.dtype == dtype:
         return tensor
     result = torch.empty_like(tensor, dtype=dtype)
@@ -125,9 +120,6 @@ class GroupCollectives:
     """The collectives of a process group's back end, as a ``Communication``.
 
     Several tensors travel in one call and, over NCCL, in one kernel.
-
-    Args:
-        ranks: those of the group.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -214,10 +206,7 @@ def check_first_step(
     gradients.
 
     Args:
-        params: all parameters, the same on every rank.
         gradients: whether their dense gradients must have been averaged already.
-        name_of: a parameter's name by its number.
-        ranks: to compare.
 
     Raises:
         RuntimeError: on every rank, naming the first parameter that differs.

@@ -126,10 +126,6 @@ def attempt(call: Callable[[], Any]) -> list[Any]:
 def outcomes(what: str, attempts: Sequence[Sequence[Any]]) -> list[Any]:
     """What each rank's attempt returned. Every rank has the same attempts, so all raise or none.
 
-    Args:
-        what: the call, in words.
-        attempts: see ``attempt``; by rank.
-
     Raises:
         CollectiveError: if a rank raised; an error of arguments or files that all ranks that raised
             have in common is raised as it is.
@@ -155,7 +151,6 @@ def on_every_rank(
     """Runs ``call`` on every rank and returns all results, or raises on every rank.
 
     Args:
-        what: the call, in words.
         call: returns what ``encode`` accepts.
         gather: given words for errors and a JSON value, returns every rank's.
 

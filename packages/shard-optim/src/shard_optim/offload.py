@@ -183,9 +183,6 @@ class _Copies:
     State on the device is allocated and freed in the order of the current stream, which waits for
     its copy first. During a step that happens one chunk later, so that the wait costs nothing. The
     memory thus does not depend on how far the host runs ahead.
-
-    Args:
-        device: of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -215,11 +212,7 @@ class _Copies:
         return arriving
 
     def store(self, leaving: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Starts copying state to host memory.
-
-        Args:
-            leaving: each tensor on the device, and the one in host memory that takes its values.
-        """
+        """Starts copying state, each tensor into the one in host memory beside it."""
         self._copy(self._to_host, ((host, tensor) for tensor, host in leaving))
         if self._to_host is not None:
             stored = self._to_host.record_event()

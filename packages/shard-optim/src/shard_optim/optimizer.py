@@ -30,7 +30,7 @@ from shard_optim.communication import (
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import Mesh
+from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
 from shard_optim.optimizer_state import check_own_moments, check_state_dict
@@ -176,13 +176,8 @@ class ShardedOptimizer(Optimizer):
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:
-            self.mesh = Mesh(
-                group,
-                None,
-                dist.get_process_group_ranks(group),
-                device=self.all_params()[0].device,
-                owner="ShardedOptimizer",
-            )
+            device = self.all_params()[0].device
+            self.mesh = resolve_mesh(group, device=device, owner="ShardedOptimizer")
         else:
             given = {
                 "process_group": process_group,

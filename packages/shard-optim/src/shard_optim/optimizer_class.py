@@ -64,9 +64,6 @@ def check_update(
     ``check_elementwise_state`` and ``GradientShard`` may still find it.
 
     Args:
-        optimizer_cls: the class.
-        settings: hyperparameters of a group.
-        kwargs: for the class.
         where: the place that needs such a class, for errors.
         remedy: for one that looks at whole parameters; None if it is given whole ones.
 
@@ -148,10 +145,6 @@ def _updated(
 def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
     """Refuses state that an element-wise optimizer would not have.
 
-    Args:
-        optimizer: after a step.
-        updated: one of the tensors that it updates.
-
     Raises:
         ValueError: if some state tensor is neither one number nor of the same shape.
     """
@@ -178,13 +171,7 @@ def arguments_of(optimizer: Optimizer, optimizer_cls: type[Optimizer]) -> dict[s
 def state_keys(
     optimizer_cls: type[Optimizer], settings: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """Names of the state that a class of torch's keeps for a parameter; None for other classes.
-
-    Args:
-        optimizer_cls: the class.
-        settings: hyperparameters.
-        kwargs: for the class.
-    """
+    """Names of the state that a class of torch's keeps for a parameter; None for other classes."""
     if not optimizer_cls.__module__.startswith("torch.optim."):
         return None
     # Flags that choose an implementation may need a GPU, and change no name.

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class OptimizerState:
         """
         tensors, values = self._split(self._shards.states(), whole=False)
         rows = {
-            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
+            key: Row(place=self._place_of(key, tensor.size()), tensor=tensor)
             for key, tensor in tensors.items()
         }
         return rows, values | {"header": self.header()}
@@ -119,32 +119,24 @@ class OptimizerState:
                     )
         return tensors, values
 
-    def keys_in(self, tensors: Mapping[str, StoredTensor]) -> Iterable[str]:
-        """The keys of a description that are moments."""
-        return (key for key in tensors if key.startswith("state."))
+    def places_in(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+        """Where each moment of a description lies."""
+        moments = {key: tensor.shape for key, tensor in tensors.items() if _KEY.fullmatch(key)}
+        return {key: self._place_of(key, size) for key, size in moments.items()}
 
-    def place_of(self, key: str, size: Sequence[int]) -> Place:
-        """Where a moment lies, by its key and, if it has not one value per element, its size."""
+    def _place_of(self, key: str, size: Sequence[int]) -> Place:
+        """By a moment's key and, if it has not one value per element, its size."""
         index, kind, _ = _parsed(key)
         place = self._places[index]
         return place if kind == "elements" else place.beside(torch.Size(size))
-
-    def dtype_of(self, _key: str, given: Tensor) -> torch.dtype:
-        """The dtype in which a moment travels."""
-        return given.dtype
 
     # --- comparison --------------------------------------------------------------------------
 
     def problems(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Reasons why state does not fit this optimizer, the most general first.
-
-        Args:
-            tensors: the description's, by key.
-            values: the header, and small values.
-        """
-        sizes = {key: tensors[key].shape for key in self.keys_in(tensors)}
+        """Reasons why state does not fit this optimizer, the most general first."""
+        sizes = {key: tensors[key].shape for key in tensors if key.startswith("state.")}
         header, ours = values["header"], self.header()
         if header["optimizer"] != ours["optimizer"]:
             yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
@@ -226,11 +218,7 @@ class OptimizerState:
         self._taken[key] = value.to("cpu", copy=part)
 
     def install(self, values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state by what was taken, and the hyperparameters.
-
-        Args:
-            values: the header, and small values of all parameters, by ``state.I.values``.
-        """
+        """Replaces this rank's state by what was taken, and the hyperparameters."""
         whole = self.whole(self._taken, values)
         self._install(whole["state"], whole["param_groups"])
 

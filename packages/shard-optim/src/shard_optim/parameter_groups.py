@@ -60,12 +60,7 @@ def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
-    """One line per hyperparameter and per parameter.
-
-    Args:
-        groups: parameter groups.
-        first: number of the first of them.
-    """
+    """One line per hyperparameter and per parameter."""
     lines = []
     for number, group in enumerate(groups, start=first):
         settings = {key: value for key, value in group.items() if key != "params"}

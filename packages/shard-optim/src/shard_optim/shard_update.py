@@ -26,7 +26,7 @@ from shard_optim.bucket_plan import Partition
 from shard_optim.buckets import Bucket, Shard
 from shard_optim.communication import check_gradient, in_dtype
 from shard_optim.optimizer_class import check_elementwise_state
-from shard_optim.parameter_groups import Groups
+from shard_optim.parameter_groups import Groups, all_params
 from shard_optim.place import Place, in_memory_order
 
 # Key of a master copy among a parameter's state.
@@ -137,9 +137,7 @@ def fuse_shards(
     """This rank's shards of a bucket, neighbours of one parameter group together.
 
     Args:
-        bucket: the bucket.
         group_of: each parameter's group, by parameter number.
-        merge: whether neighbours may be updated as one tensor.
         master_dtype: dtype of the copies that the optimizer updates, or None for none.
     """
     gathered: list[list[Shard]] = []
@@ -208,11 +206,9 @@ class LocalOptimizer:
 
     Args:
         make: called with groups and ``kwargs``, makes an optimizer of some shards.
-        partition: "flat" or "whole".
         merge: whether neighbouring shards may be updated as one tensor, which needs their
             gradients in one piece too.
         master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
-        kwargs: for the class.
 
     Raises:
         ValueError: if ``master_dtype`` is no floating-point dtype.
@@ -242,12 +238,7 @@ class LocalOptimizer:
         self._kwargs = kwargs
 
     def add(self, groups: Groups, buckets: Sequence[Bucket]) -> None:
-        """Adds this rank's shards of new buckets.
-
-        Args:
-            groups: all groups of whole parameters.
-            buckets: new ones, whose parameters are in these groups.
-        """
+        """Adds this rank's shards of new buckets."""
         group_of: dict[int, int] = {}
         for number, group in enumerate(groups):
             for _ in group["params"]:
@@ -273,10 +264,6 @@ class LocalOptimizer:
 
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
-
-        Args:
-            groups: the groups of whole parameters.
-            kwargs: for the class's ``step``.
 
         Raises:
             ValueError: if the state shows that the class cannot work under "flat".
@@ -388,14 +375,7 @@ class LocalOptimizer:
             for bucket, several in step_group.fused.items():
                 for fused in list(several):
                     found |= self._found(step_group, bucket, fused, states)
-            packed: dict[str, Any] = {"state": {}, "param_groups": []}
-            number = 0
-            for local, new in zip(step_group.optimizer.param_groups, settings, strict=False):
-                members = range(number, number := number + len(local["params"]))
-                given = zip(members, map(found.get, local["params"]), strict=True)
-                packed["state"].update({member: state for member, state in given if state})
-                packed["param_groups"].append(settings_of(new) | {"params": list(members)})
-            step_group.optimizer.load_state_dict(packed)
+            load_into(step_group.optimizer, found, settings)
 
     @staticmethod
     def _found(
@@ -458,6 +438,21 @@ def _equal(a: Any, b: Any) -> bool:
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def load_into(
+    optimizer: Optimizer,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    settings: Groups,
+    **more: Any,
+) -> None:
+    """Replaces all state and hyperparameters, through the class's own loading."""
+    groups = [
+        settings_of(new) | more | {"params": local["params"]}
+        for local, new in zip(optimizer.param_groups, settings, strict=False)
+    ]
+    found = {n: states[t] for n, t in enumerate(all_params(groups)) if states.get(t)}
+    optimizer.load_state_dict({"state": found, "param_groups": pack_groups(groups)})
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:

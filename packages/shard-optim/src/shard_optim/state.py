@@ -28,9 +28,8 @@ for bit on M, and one of stage 3 loads into stage 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,7 @@ def load(
 
     Args:
         folder: the same on every rank.
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Raises:
         TypeError, CollectiveError: as ``save`` does.
@@ -176,8 +174,7 @@ def full_state(
             torch.save(state, "checkpoint.pt")
 
     Args:
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Returns:
         On the first rank a dictionary: ``model``, a state dict for the plain module, tied
@@ -207,8 +204,7 @@ def load_full_state(
     Args:
         state: read on the first rank; the others may pass None. ``model`` and ``optimizer`` in it
             may as well be state dicts of a plain module and of a plain optimizer.
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Raises:
         TypeError, CollectiveError: as ``save`` does.
@@ -290,6 +286,10 @@ class _Table:
             shards = StatesOfShards(optimizer.param_groups, optimizer)
             self.parts["optimizer"] = OptimizerState(optimizer, shards, shards.install)
 
+    def _places(self, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Place]]:
+        for part in self.parts.values():
+            yield from part.places_in(tensors).items()
+
     def _part_of(self, key: str) -> _ModelState | OptimizerState:
         return self.parts["optimizer" if key.startswith("state.") else "model"]
 
@@ -322,10 +322,9 @@ class _Table:
 
         def add_parts() -> None:
             ranks = self.ranks.shards
-            for key, kind in kinds.items() if self.ranks.first_replica else ():
-                place = self._part_of(key).place_of(key, kind.shape)
-                whole = torch.zeros(place.size.numel(), dtype=kind.dtype, device=ranks.device)
-                first, count = place.span
+            for key, place in self._places(kinds) if self.ranks.first_replica else ():
+                numel, (first, count) = place.size.numel(), place.span
+                whole = torch.zeros(numel, dtype=kinds[key].dtype, device=ranks.device)
                 if key in rows:
                     whole[first : first + count] = rows[key].flat
                 # The bytes of the ranks' parts, each of which is zero elsewhere.
@@ -346,7 +345,7 @@ class _Table:
         Raises:
             ValueError: if it is no such state.
         """
-        kinds, tensors, values = dict[str, Any](), dict[str, Tensor](), dict[str, Any]()
+        tensors, values = dict[str, Tensor](), dict[str, Any]()
         try:
             if not isinstance(given, Mapping):
                 raise ValueError(f"got {type(given).__name__}")
@@ -355,12 +354,12 @@ class _Table:
                     raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
                 found, small = part.take_apart(given[name])
                 tensors, values = tensors | found, values | small
-                kinds |= {key: (part.dtype_of(key, t), t.size()) for key, t in found.items()}
         except ValueError as error:
             raise ValueError(
                 "a full state dict must be of this model and optimizer class on the first rank, "
                 f"but {error}. {_REMEDY}"
             ) from None
+        kinds = {key: (value.dtype, value.size()) for key, value in tensors.items()}
         return (kinds, values), tensors
 
     def places_in(
@@ -369,8 +368,6 @@ class _Table:
         """Where each tensor of a description lies here, which must be of this model and optimizer.
 
         Args:
-            tensors: by key.
-            values: the small values, by key.
             what: the thing described, for errors.
 
         Raises:
@@ -385,12 +382,11 @@ class _Table:
                     f"the checkpoint must hold the {name} too, but it holds {held} alone. Load the "
                     f"{kind} from it, without {name}=."
                 )
-        problems = chain.from_iterable(p.problems(tensors, values) for p in self.parts.values())
-        if (problem := next(problems, None)) is not None:
-            of = " and ".join(self.parts)
-            raise ValueError(f"{what} must be of the same {of}, but {problem}. {_REMEDY}")
-        keys = chain.from_iterable(part.keys_in(tensors) for part in self.parts.values())
-        return {key: self._part_of(key).place_of(key, tensors[key].shape) for key in keys}
+        for part in self.parts.values():
+            for problem in part.problems(tensors, values):
+                of = " and ".join(self.parts)
+                raise ValueError(f"{what} must be of the same {of}, but {problem}. {_REMEDY}")
+        return dict(self._places(tensors))
 
     def take(
         self,
@@ -402,8 +398,6 @@ class _Table:
 
         Args:
             vectors: keys with this rank's elements.
-            wanted: where each tensor lies.
-            values: the small values, by key.
         """
         with torch.no_grad():
             for key, vector in vectors:
@@ -411,7 +405,8 @@ class _Table:
                     self._part_of(key).take(key, wanted[key].shaped(vector))
                 del vector  # before the next one takes memory
         for part in self.parts.values():
-            part.install(values)
+            if isinstance(part, OptimizerState):
+                part.install(values)
 
 
 class _ModelState:
@@ -436,17 +431,9 @@ class _ModelState:
         """The rows, and no small values."""
         return self._rows, {}
 
-    def keys_in(self, _tensors: Mapping[str, StoredTensor]) -> Iterable[str]:
-        """The keys of a description that are a module's."""
-        return self._rows
-
-    def place_of(self, key: str, _size: Sequence[int]) -> Place:
-        """Where a tensor lies."""
-        return self._rows[key].place
-
-    def dtype_of(self, key: str, _given: Tensor) -> torch.dtype:
-        """The dtype in which a tensor travels: the module's, as load_state_dict() converts it."""
-        return self._rows[key].tensor.dtype
+    def places_in(self, _tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+        """Where each tensor of a description lies."""
+        return {key: row.place for key, row in self._rows.items()}
 
     def whole(self, tensors: Mapping[str, Tensor], _values: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict: every tensor under all its names, and values that are no tensors."""
@@ -469,7 +456,7 @@ class _ModelState:
                 continue  # no tensor, such as a module's extra state
             if not isinstance(value, Tensor) or value.is_meta:
                 raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-            tensors[key] = value
+            tensors[key] = value.to(self._rows[key].tensor.dtype)  # as load_state_dict() does
         return tensors, {}
 
     def problems(
@@ -492,9 +479,6 @@ class _ModelState:
     def take(self, key: str, value: Tensor) -> None:
         """Copies this rank's elements into the module."""
         self._rows[key].tensor.copy_(value)
-
-    def install(self, _values: Mapping[str, Any]) -> None:
-        """Nothing is left to do."""
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:

@@ -72,10 +72,6 @@ def check_folder(folder: Any) -> None:
 def check_background_group(group: Any, ranks: Mesh) -> None:
     """Refuses a group that shards cannot be saved over in the background.
 
-    Args:
-        group: the group.
-        ranks: those that train the model.
-
     Raises:
         TypeError: if it is no process group.
         ValueError: if it has other ranks.
@@ -100,10 +96,6 @@ def check_background_group(group: Any, ranks: Mesh) -> None:
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
     """Refuses what cannot be wrapped.
-
-    Args:
-        module: the model.
-        wrapper: the class that wraps it.
 
     Raises:
         TypeError: if it is not a module.

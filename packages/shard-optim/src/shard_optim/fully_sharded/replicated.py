@@ -47,9 +47,6 @@ class ReplicatedParameters:
     """The small parameters of a model.
 
     Args:
-        names: of the parameters, for errors.
-        params: the parameters, equal on all ranks.
-        ranks: to average over.
         compute_dtype: dtype that the model computes with; None for the parameters' own.
         device: where sums are made.
     """

@@ -76,9 +76,6 @@ class Schedule:
 
     Args:
         units: all units, in registration order, which know their slots.
-        replicated: the small parameters.
-        ranks: that train the model.
-        device: where it is.
         prefetch: how many units ahead of the present one are gathered.
         reshard: whether no unit stays gathered between forward and backward.
 

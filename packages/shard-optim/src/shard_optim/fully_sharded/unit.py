@@ -95,13 +95,7 @@ class ReducePlan:
 
 
 def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
-    """Ranges back to back at aligned offsets.
-
-    Args:
-        positions: of the parameters to reduce.
-        cuts: of all parameters of the unit.
-        rank: which rank's ranges.
-    """
+    """Ranges back to back at aligned offsets."""
     chunks = [cuts[position].chunk for position in positions]
     return ReducePlan(
         positions=positions,

@@ -78,13 +78,7 @@ class _Exchange:
 
 
 class WholeMatrices(OwnShards):
-    """Updates each parameter whole, on the rank that owns it, with a class that looks at shapes.
-
-    Args:
-        groups: the groups of sharded parameters, all of one model; the same on every rank.
-        make: called with groups and ``kwargs``, makes the optimizer that updates them.
-        kwargs: for the class.
-    """
+    """Updates each parameter whole, on the rank that owns it, with a class that looks at shapes."""
 
     def __init__(
         self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]
