@@ -211,22 +211,19 @@ def check_first_step(
     Raises:
         RuntimeError: on every rank, naming the first parameter that differs.
     """
-    if ranks.size == 1:
-        return
     numbers = [index for index, param in enumerate(params) if param.numel()]
-    if not numbers:
+    if ranks.size == 1 or not numbers:
         return
     device = params[0].device
-    weights = [params[index].detach() for index in numbers]
-    found = [_norms(weights, device)]
+    own = [_norms([params[index].detach() for index in numbers], device)]
     if gradients:
-        found.append(_norms([params[index].grad for index in numbers], device))
-    own = torch.stack(found)
-    bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
+        own.append(_norms([params[index].grad for index in numbers], device))
+    norms = torch.stack(own)
+    bounds = torch.stack([norms, -norms])  # the largest of -x is minus the smallest of x
     words = "the comparison of the first step"
     ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
-    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=own.dtype, device=device)
+    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=norms.dtype, device=device)
     differing = (largest - smallest > tolerance.unsqueeze(1) * largest.abs()).nonzero()
     if not differing.numel():
         return
@@ -249,15 +246,13 @@ def check_first_step(
 
 def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Shape (tensors,), fp64: -1 for None, -2 where the norm is not finite."""
-    norms = [
-        torch.tensor(-1.0, device=device)
-        if tensor is None
-        else torch.linalg.vector_norm(
-            tensor,
-            dtype=torch.promote_types(
-                tensor.dtype, torch.complex64 if tensor.is_complex() else torch.float32
-            ),
-        ).to(device)
-        for tensor in tensors
-    ]
-    return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
+
+    def norm(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.tensor(-1.0, dtype=torch.float64, device=device)
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        dtype = torch.promote_types(tensor.dtype, wide)
+        found: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        return found.to(device).double()
+
+    return torch.stack([*map(norm, tensors)]).nan_to_num(-2, -2, -2)

@@ -33,7 +33,7 @@ from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
-from shard_optim.optimizer_state import check_own_moments, check_state_dict
+from shard_optim.optimizer_state import check_own_moments, check_state_dict, install
 from shard_optim.origin import (
     ORIGIN,
     check_loaded,
@@ -44,7 +44,6 @@ from shard_optim.origin import (
     sharded_of,
 )
 from shard_optim.parameter_groups import (
-    Groups,
     all_params,
     as_groups,
     by_number,
@@ -532,7 +531,7 @@ class ShardedOptimizer(Optimizer):
             problem = str(error)
         self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        self.install(by_number(given), given["param_groups"])
+        install(self.local, self.param_groups, by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -544,9 +543,3 @@ class ShardedOptimizer(Optimizer):
         groups = [len(group["params"]) for group in self.param_groups]
         settings = {"partition": self.partition, "optimizer": self.optimizer_cls.__qualname__}
         return origin | settings | {"groups": groups}
-
-    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
-        """Replaces this rank's state, by parameter number, and the hyperparameters."""
-        self.local.install(states, settings)
-        for group, new in zip(self.param_groups, settings, strict=True):
-            group.update(settings_of(new))

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,26 +30,18 @@ _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DO
 
 
 class OptimizerState:
-    """The table's rows of an optimizer.
+    """The table's rows of a ``ShardedOptimizer``, or of any optimizer over shards."""
 
-    Args:
-        optimizer: a ``ShardedOptimizer``, or one of another class over shards.
-        shards: what keeps this rank's state.
-        install: replaces this rank's state, by parameter number, and the hyperparameters.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        shards: LocalOptimizer | StatesOfShards,
-        install: Callable[[Mapping[int, dict[str, Any]], Groups], None],
-    ) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
         self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
         self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
         self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
-        self._shards, self._install = shards, install
-        self._places = shards.places()  # of parameters, by number; frozen ones may have none
+        shards = getattr(optimizer, "local", None)
+        if not isinstance(shards, LocalOptimizer | StatesOfShards):
+            shards = StatesOfShards(self._groups, optimizer)
+        self._shards = shards
+        self._places = self._shards.places()  # by parameter's number; frozen ones may have none
         self._taken: dict[str, Tensor] = {}
 
     def header(self) -> dict[str, Any]:
@@ -121,13 +113,13 @@ class OptimizerState:
 
     def places_in(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
         """Where each moment of a description lies."""
-        moments = {key: tensor.shape for key, tensor in tensors.items() if _KEY.fullmatch(key)}
-        return {key: self._place_of(key, size) for key, size in moments.items()}
+        keys = (key for key in tensors if key.startswith("state."))
+        return {key: self._place_of(key, tensors[key].shape) for key in keys}
 
     def _place_of(self, key: str, size: Sequence[int]) -> Place:
         """By a moment's key and, if it has not one value per element, its size."""
-        index, kind, _ = _parsed(key)
-        place = self._places[index]
+        _, index, kind, _ = key.split(".", 3)
+        place = self._places[int(index)]
         return place if kind == "elements" else place.beside(torch.Size(size))
 
     # --- comparison --------------------------------------------------------------------------
@@ -136,7 +128,6 @@ class OptimizerState:
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
     ) -> Iterator[str]:
         """Reasons why state does not fit this optimizer, the most general first."""
-        sizes = {key: tensors[key].shape for key in tensors if key.startswith("state.")}
         header, ours = values["header"], self.header()
         if header["optimizer"] != ours["optimizer"]:
             yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
@@ -144,32 +135,32 @@ class OptimizerState:
         for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
             if tuple(saved) != shape:
                 yield f"{self._name_of(index)} has shape {tuple(saved)} in it, here {shape}"
+        moments = {key: tensor for key, tensor in tensors.items() if key.startswith("state.")}
         kept: defaultdict[int, set[str]] = defaultdict(set)
-        for key in (*sizes, *values):
-            match, moment = _KEY.fullmatch(key), key in sizes
-            if key == "header":
-                continue
+        for key in (*moments, *(key for key in values if key != "header")):
+            match, moment = _KEY.fullmatch(key), key in moments
             if not match or int(match[1]) >= len(ours["shapes"]) or (match[2] is None) == moment:
                 whose = f"parameter {match[1]}" if match else key
                 yield (
                     f"it has state of {whose} where there are {len(ours['shapes'])}: it is in none "
                     "of its groups"
                 )
-            else:
-                kept[int(match[1])] |= {match[3]} if moment else set(values[key])
-        for index in sorted(kept):
+                return
+            index, name = int(match[1]), match[3]
+            kept[index] |= {name} if moment else set(values[key])
             if kept[index] and index not in self._places:
                 yield f"it has state for {self._name_of(index)}, which is frozen"
-        for key, size in sizes.items():
-            index, kind, name = _parsed(key)
-            place, expected = self._places[index], self._places[index].size
-            # Folders without contents.json give moments as vectors.
-            of_elements = kind == "tensor" or math.prod(size) == expected.numel()
-            if not of_elements or (kind == "tensor" and place.held and not place.whole_here):
-                yield (
-                    f"{name!r} of {self._name_of(index)} has shape {tuple(size)}, expected "
-                    f"{tuple(expected)}"
-                )
+            if moment:
+                place, size = self._places[index], tuple(moments[key].shape)
+                # Folders without contents.json give moments as vectors.
+                fits = math.prod(size) == place.size.numel()
+                if match[2] == "tensor":
+                    fits = place.whole_here or not place.held
+                if not fits:
+                    yield (
+                        f"{name!r} of {self._name_of(index)} has shape {size}, expected "
+                        f"{tuple(place.size)}"
+                    )
         numbers = itertools.count()
         for number, group in enumerate(header["param_groups"]):
             names = state_keys(self._cls, settings_of(group), self._kwargs)
@@ -192,7 +183,7 @@ class OptimizerState:
                 yield f"group {number} has {theirs} parameters, the optimizer's {ours}"
             if missing := sorted(set(self._defaults) - set(saved)):
                 yield f"group {number} lacks {missing}: it is of another optimizer class"
-            if flag in saved and flag in self._defaults and saved[flag] != group[flag]:
+            if flag in self._defaults and saved[flag] != group[flag]:
                 yield f"group {number} has {flag}={saved[flag]}, the optimizer {group[flag]}"
             if others := sorted(foreign & set(saved) - set(group)):
                 yield f"group {number} has {others}: it is of another optimizer class"
@@ -220,7 +211,19 @@ class OptimizerState:
     def install(self, values: Mapping[str, Any]) -> None:
         """Replaces this rank's state by what was taken, and the hyperparameters."""
         whole = self.whole(self._taken, values)
-        self._install(whole["state"], whole["param_groups"])
+        install(self._shards, self._groups, whole["state"], whole["param_groups"])
+
+
+def install(
+    shards: LocalOptimizer | StatesOfShards,
+    groups: Groups,
+    states: Mapping[int, Mapping[str, Any]],
+    settings: Groups,
+) -> None:
+    """Replaces a rank's state, by parameter number, and the hyperparameters of the groups."""
+    for group, new in zip(groups, settings, strict=True):
+        group.update(settings_of(new))
+    shards.install(states, settings)
 
 
 def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
@@ -261,13 +264,6 @@ def check_own_moments(
                     f"{key!r} of {name_of(groups, index)} has shape {tuple(value.shape)}, where "
                     f"this rank's part is {expected}"
                 )
-
-
-def _parsed(key: str) -> tuple[int, str, str]:
-    """Parameter number, kind and name of a key of state."""
-    match = _KEY.fullmatch(key)
-    assert match is not None
-    return int(match[1]), match[2], match[3]
 
 
 def _are_groups(groups: Any) -> bool:

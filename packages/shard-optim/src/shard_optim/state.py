@@ -42,7 +42,6 @@ from torch.optim import Optimizer
 from ddp_lite.ranks import all_gather_json, all_reduce
 from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
-from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.mesh import Mesh, attempt, on_every_rank, outcomes
 from shard_optim.optimizer import ShardedOptimizer
@@ -280,11 +279,8 @@ class _Table:
                 )
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
-            local, install = optimizer.local, optimizer.install
-            self.parts["optimizer"] = OptimizerState(optimizer, local, install)
-        elif optimizer is not None:
-            shards = StatesOfShards(optimizer.param_groups, optimizer)
-            self.parts["optimizer"] = OptimizerState(optimizer, shards, shards.install)
+        if optimizer is not None:
+            self.parts["optimizer"] = OptimizerState(optimizer)
 
     def _places(self, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Place]]:
         for part in self.parts.values():
@@ -382,10 +378,10 @@ class _Table:
                     f"the checkpoint must hold the {name} too, but it holds {held} alone. Load the "
                     f"{kind} from it, without {name}=."
                 )
-        for part in self.parts.values():
+        for name, part in self.parts.items():
+            of = "the same model" if name == "model" else "this model and optimizer class"
             for problem in part.problems(tensors, values):
-                of = " and ".join(self.parts)
-                raise ValueError(f"{what} must be of the same {of}, but {problem}. {_REMEDY}")
+                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
         return dict(self._places(tensors))
 
     def take(

@@ -314,14 +314,6 @@ class FullyShardedDataParallel(TransparentWrapper):
             found[name] = param.clone() if unit is None else unit.whole_parameter(position)
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's shards, small parameters and buffers, under the module's own names.
-
-        No communication, so a single rank may call it; but it is one rank's part, which only this
-        rank of as many ranks loads. ``shard_optim.save`` and ``full_state`` take all parts.
-        """
-        return super().state_dict(*args, **kwargs)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
