@@ -119,16 +119,17 @@ def check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         if problem := tensor.gap():
             raise damaged(folder, f"{key} is not stored exactly once, because {problem}")
         for part in tensor.parts:
-            if part.file not in sizes:
-                name = part.file
-                if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-                    raise damaged(folder, f"it names {name!r}, not inside the folder")
-                with open_regular(folder / part.file) as file:
-                    sizes[part.file] = os.fstat(file.fileno()).st_size
-            if part.offset + part.length > sizes[part.file]:
-                raise damaged(folder / part.file, f"it ends before {key} does")
-            if part.length > part.count * tensor.dtype.itemsize + _MOST_OVERHEAD:
-                raise damaged(folder / part.file, f"{key} takes {part.length} bytes")
+            name = part.file
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+                raise damaged(folder, f"it names {name!r}, not inside the folder")
+            if name not in sizes:
+                with open_regular(folder / name) as file:
+                    sizes[name] = os.fstat(file.fileno()).st_size
+            if part.offset + part.length > sizes[name]:
+                raise damaged(folder / name, f"it ends before {key} does")
+            overhead = part.length - part.count * tensor.dtype.itemsize
+            if not 0 <= overhead <= _MOST_OVERHEAD:
+                raise damaged(folder / name, f"{key} takes {part.length} bytes")
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -108,7 +108,14 @@ class FullyShardedDataParallel(TransparentWrapper):
         device: torch.device | str | None = None,
         communication: Communication | PeerCopy | None = None,
     ) -> None:
-        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
+        settings = {
+            "compute_dtype": compute_dtype,
+            "cast_inputs": cast_inputs,
+            "reduce_dtype": reduce_dtype,
+            "reshard_after_forward": reshard_after_forward,
+            "prefetch": prefetch,
+        }
+        check_settings(**settings)
         check_module(module, FullyShardedDataParallel)
         super().__init__(module)
         self.compute_dtype = compute_dtype
@@ -119,15 +126,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self.ranks = resolve_mesh(process_group, device=self.device, owner=type(self).__name__)
         self.process_group = self.ranks.shards.group
         communication = resolve_communication(communication, self.ranks.shards)
-        self._agree(
-            plans,
-            f"compute_dtype {compute_dtype}",
-            f"cast_inputs {cast_inputs}",
-            f"reduce_dtype {reduce_dtype}",
-            f"reshard_after_forward {reshard_after_forward}",
-            f"prefetch {prefetch}",
-            f"communication {type(communication).__qualname__}",
-        )
+        self._agree(plans, settings | {"communication": type(communication).__qualname__})
         # Whoever is on the meta device gets the first rank's values, if that one has any.
         reset = bool(self.ranks.broadcast_json("the start of a model", is_on_meta(module)))
         owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
@@ -343,10 +342,10 @@ class FullyShardedDataParallel(TransparentWrapper):
 
     # --- construction ------------------------------------------------------------------------
 
-    def _agree(self, plans: list[UnitPlan], *settings: str) -> None:
+    def _agree(self, plans: list[UnitPlan], settings: Mapping[str, Any]) -> None:
         """Compares all that decides which collectives are made, in which order and size."""
         unit_of = {id(param): plan.name for plan in plans for param in plan.params}
-        lines = list(settings)
+        lines = [f"{name} {value}" for name, value in settings.items()]
         lines += [
             f"unit {plan.name!r}, {'one of several alike' if plan.repeated else 'alone'}"
             for plan in plans
@@ -357,10 +356,8 @@ class FullyShardedDataParallel(TransparentWrapper):
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        lines += [
-            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-            for name, buffer in self.module.named_buffers()
-        ]
+        buffers = self.module.named_buffers()
+        lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in buffers]
         self.ranks.agree(
             lines,
             must="wrap the same model with the same settings",
@@ -368,16 +365,12 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        places = [
-            pair for unit in self.units for pair in zip(unit.params, unit.places, strict=True)
-        ]
-        places += [(param, replicated_place(name, param)) for name, param in small.items()]
+        places = [(param, replicated_place(name, param)) for name, param in small.items()]
+        for unit in self.units:
+            places += zip(unit.params, unit.places, strict=True)
         for param, place in places:
-            setattr(
-                param,
-                SHARDED,
-                Sharded(place=place, ranks=self.ranks, history=self.schedule.history),
-            )
+            where = Sharded(place=place, ranks=self.ranks, history=self.schedule.history)
+            setattr(param, SHARDED, where)
         watch_optimizers()
 
     @torch.no_grad()
