@@ -37,20 +37,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """Where the parameters of one bucket lie and which rank owns what.
+    """Where the parameters of one bucket lie and which rank owns what."""
 
-    Attributes:
-        members: index of each parameter in the list that was planned.
-        offsets: first element of each member inside the bucket.
-        numels: number of elements of each member.
-        chunk: elements that each rank owns, padding included.
-        world_size: number of ranks.
-    """
-
-    members: tuple[int, ...]
-    offsets: tuple[int, ...]
-    numels: tuple[int, ...]
-    chunk: int
+    members: tuple[int, ...]  # index of each parameter in the list that was planned
+    offsets: tuple[int, ...]  # first element of each member inside the bucket
+    numels: tuple[int, ...]  # number of elements of each member
+    chunk: int  # elements that each rank owns, padding included
     world_size: int
 
     @property

@@ -46,18 +46,14 @@ _FLAGS = "the exchange of which parameters have gradients"
 
 @dataclass(eq=False)
 class BucketReduction:
-    """What has happened to one bucket's gradients since the last step.
-
-    Attributes:
-        bucket: the bucket.
-        arrived: positions whose gradients were accumulated in this pass.
-        present: positions for which this rank had a gradient since the last step.
-        shard: this rank's slice of the averaged gradients, shape (chunk,); None before a launch.
-    """
+    """What has happened to one bucket's gradients since the last step."""
 
     bucket: Bucket
+    # Positions whose gradients were accumulated in this pass.
     arrived: set[int] = field(default_factory=set)
+    # Positions for which this rank had a gradient since the last step.
     present: set[int] = field(default_factory=set)
+    # This rank's slice of the averaged gradients, shape (chunk,); None before a launch.
     shard: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -103,13 +99,10 @@ class _Flight:
 
 
 class GradientReducer:
-    """Hooks parameters and reduces their gradients bucket by bucket.
-
-    Attributes:
-        check_read: called with the parameters whose gradients are about to be reduced.
-    """
+    """Hooks parameters and reduces their gradients bucket by bucket."""
 
     def __init__(self, communication: Communication, ranks: Ranks) -> None:
+        # Called with the parameters whose gradients are about to be reduced.
         self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
         self._communication = communication
         self._ranks = ranks

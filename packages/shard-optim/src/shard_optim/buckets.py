@@ -49,34 +49,20 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(eq=False, kw_only=True)
 class Shard:
-    """The part of one parameter that this rank updates.
+    """The part of one parameter that this rank updates."""
 
-    Attributes:
-        param: the whole parameter, as the module knows it.
-        index: the parameter's number over all groups in order: its key in a plain state dict.
-        name: the parameter's name, for errors.
-        span: the owned elements of the flattened parameter.
-        begin: their place inside this rank's range of the bucket.
-        view: those elements inside the parameter's storage: one-dimensional under "flat", of the
-            parameter's own shape under "whole".
-    """
-
-    param: Tensor
-    index: int
-    name: str
-    span: Span
-    begin: int
+    param: Tensor  # the whole parameter, as the module knows it
+    index: int  # the parameter's number over all groups in order: its key in a plain state dict
+    name: str  # the parameter's name, for errors
+    span: Span  # the owned elements of the flattened parameter
+    begin: int  # their place inside this rank's range of the bucket
+    # Those elements inside the parameter's storage: one-dimensional under "flat", of the
+    # parameter's own shape under "whole".
     view: Tensor
 
 
 class Bucket:
     """One flat buffer holding whole parameters, and this rank's shards of them.
-
-    Attributes:
-        flat: the buffer, shape (world_size * chunk,).
-        owned: this rank's range of it, shape (chunk,).
-        shards: this rank's parts of the members, in the plan's order.
-        places: where the state of each member lies.
 
     Args:
         params: the members, in the plan's order; one dtype, one device.
@@ -105,10 +91,12 @@ class Bucket:
         self._communication = communication
         self.dtype = self.params[0].dtype
         self.device = self.params[0].device
+        # The buffer, shape (world_size * chunk,).
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
+        # This rank's range of it, shape (chunk,).
         self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
-        self.shards: list[Shard] = []
-        self.places: list[Place] = []
+        self.shards: list[Shard] = []  # this rank's parts of the members, in the plan's order
+        self.places: list[Place] = []  # where the state of each member lies
         self._gather: Waitable | None = None
         self._gather_words = self.describe("the all-gather of updated parameters")
         for position, param in enumerate(self.params):
@@ -204,11 +192,6 @@ class Placement:
 
     Raises:
         ValueError: for an unknown partition, or a size that is not positive and finite.
-
-    Attributes:
-        bucket_size_mb: as given.
-        buckets: all buckets, in the order in which they were made.
-        frozen: numbers of the parameters that have no place.
     """
 
     def __init__(self, partition: Partition, bucket_size_mb: float | None) -> None:
@@ -223,8 +206,8 @@ class Placement:
                 "out for an eighth of the parameters."
             )
         self.bucket_size_mb = bucket_size_mb
-        self.buckets: list[Bucket] = []
-        self.frozen: list[int] = []
+        self.buckets: list[Bucket] = []  # all buckets, in the order in which they were made
+        self.frozen: list[int] = []  # numbers of the parameters that have no place
         self._partition: Partition = partition
 
     def place(
@@ -282,21 +265,13 @@ class Placement:
 
 @dataclass(eq=False, kw_only=True)
 class WaitingCall:
-    """Takes the place of a module's call: waits for what it reads, then calls it.
+    """Takes the place of a module's call: waits for what it reads, then calls it."""
 
-    Attributes:
-        waits: whose parameters are awaited.
-        call: the module's own call, compiled or not.
-        compiled: whether it is.
-        buckets: to wait for, each once.
-        keys: identities of the parameters.
-    """
-
-    waits: ForwardWaits
-    call: Callable[..., Any]
-    compiled: bool
-    buckets: list[Bucket] = field(default_factory=list)
-    keys: set[int] = field(default_factory=set)
+    waits: ForwardWaits  # whose parameters are awaited
+    call: Callable[..., Any]  # the module's own call, compiled or not
+    compiled: bool  # whether it is
+    buckets: list[Bucket] = field(default_factory=list)  # to wait for, each once
+    keys: set[int] = field(default_factory=set)  # identities of the parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Waits if it must, and calls the module."""
@@ -341,17 +316,14 @@ class ForwardWaits:
         module: the root, after every ``compile()`` of a module in it.
         wait_all: waits for every all-gather.
         hook_gradients: whether every gradient calls ``check_read``; else somebody else does.
-
-    Attributes:
-        pending: whether all-gathers may be under way.
-        unread: identities of the parameters that were not awaited since they were launched.
     """
 
     def __init__(
         self, module: nn.Module, wait_all: Callable[[], None], *, hook_gradients: bool
     ) -> None:
         self._module, self._hook_gradients = module, hook_gradients
-        self.pending = False
+        self.pending = False  # whether all-gathers may be under way
+        # Identities of the parameters that were not awaited since they were launched.
         self.unread: set[int] = set()
         self._calls: dict[nn.Module, WaitingCall] = {}
         self._names: dict[int, str] = {}

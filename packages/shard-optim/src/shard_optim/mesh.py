@@ -37,8 +37,6 @@ class Mesh:
 
     Attributes:
         shards, replicas: with names for their failures.
-        everyone: as given.
-        name: random, the same on all of these ranks and of no other mesh.
     """
 
     def __init__(
@@ -55,6 +53,7 @@ class Mesh:
         if replicas is not None:
             self.replicas = Ranks(replicas, device, owner, error=CollectiveError)
         self.everyone = everyone
+        # Random, the same on all of these ranks and of no other mesh.
         self.name = str(self.gather("the naming of the ranks", secrets.token_hex(4))[0])
 
     @property

@@ -49,17 +49,11 @@ _log = logging.getLogger("shard_optim")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sharded:
-    """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom.
+    """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom."""
 
-    Attributes:
-        place: which rank holds which elements.
-        ranks: that train the model.
-        history: of what this rank does to it.
-    """
-
-    place: Place
-    ranks: Mesh
-    history: History
+    place: Place  # which rank holds which elements
+    ranks: Mesh  # that train the model
+    history: History  # of what this rank does to it
 
 
 def sharded_of(param: Tensor) -> Sharded | None:
@@ -187,17 +181,12 @@ def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 class Watched:
-    """An optimizer of any class that was made from the parameters of a sharded model.
-
-    Attributes:
-        steps: that it has begun.
-        sharded: of its first parameter that belongs to a sharded model.
-        tells_origin: it is a ``ShardedOptimizer``, which does so and has tried its class already.
-    """
+    """An optimizer of any class that was made from the parameters of a sharded model."""
 
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
-        self.steps = 0
-        self.sharded = sharded
+        self.steps = 0  # that it has begun
+        self.sharded = sharded  # of its first parameter that belongs to a sharded model
+        # It is a ``ShardedOptimizer``, which does so and has tried its class already.
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
         if not self.tells_origin:
             optimizer.register_state_dict_post_hook(self._add_origin)

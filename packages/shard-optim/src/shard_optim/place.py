@@ -64,24 +64,16 @@ def flat_slice(
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Which elements of one tensor this rank holds, and the form in which it holds them.
+    """Which elements of one tensor this rank holds, and the form in which it holds them."""
 
-    Attributes:
-        name: of the parameter or buffer, for errors.
-        size: of the whole tensor.
-        stride: of the whole tensor, whose elements are counted in memory order.
-        owned: the first element that this rank holds and their number; None if it keeps no state
-            of the tensor.
-        form: size of the tensor that holds this rank's elements.
-        replicated: whether every rank holds all elements.
-    """
-
-    name: str
-    size: torch.Size
-    stride: tuple[int, ...]
+    name: str  # of the parameter or buffer, for errors
+    size: torch.Size  # of the whole tensor
+    stride: tuple[int, ...]  # of the whole tensor, whose elements are counted in memory order
+    # The first element that this rank holds and their number; None if it keeps no state of the
+    # tensor.
     owned: tuple[int, int] | None
-    form: torch.Size
-    replicated: bool = False
+    form: torch.Size  # size of the tensor that holds this rank's elements
+    replicated: bool = False  # whether every rank holds all elements
 
     @property
     def span(self) -> tuple[int, int]:

@@ -39,19 +39,12 @@ MIN_STEP_GROUP_BYTES = 128 * 1024**2
 
 @dataclass(eq=False, kw_only=True)
 class FusedShard:
-    """Shards that the local optimizer updates as one tensor; usually many, at least one.
+    """Shards that the local optimizer updates as one tensor; usually many, at least one."""
 
-    Attributes:
-        shards: neighbours, in ascending order.
-        group: number of their parameter group.
-        base: their elements inside the bucket.
-        tensor: what the optimizer updates: ``base`` itself, or a master copy of it.
-    """
-
-    shards: Sequence[Shard]
-    group: int
-    base: Tensor
-    tensor: Tensor
+    shards: Sequence[Shard]  # neighbours, in ascending order
+    group: int  # number of their parameter group
+    base: Tensor  # their elements inside the bucket
+    tensor: Tensor  # what the optimizer updates: ``base`` itself, or a master copy of it
 
     @property
     def begin(self) -> int:
@@ -168,18 +161,13 @@ def fuse_shards(
 
 @dataclass(eq=False)
 class StepGroup:
-    """Neighbouring buckets and the optimizer that updates this rank's shards of them.
+    """Neighbouring buckets and the optimizer that updates this rank's shards of them."""
 
-    Attributes:
-        optimizer: holds one local group per group of whole parameters that existed when this was
-            made; newer groups have no parameters in it.
-        fused: what it updates, by bucket, in the order of the buckets.
-        checked: whether its state has been looked at after a step.
-    """
-
+    # Holds one local group per group of whole parameters that existed when this was made; newer
+    # groups have no parameters in it.
     optimizer: Optimizer
-    fused: dict[Bucket, list[FusedShard]]
-    checked: bool = False
+    fused: dict[Bucket, list[FusedShard]]  # what it updates, by bucket, in the order of the buckets
+    checked: bool = False  # whether its state has been looked at after a step
 
     def all_fused(self) -> list[FusedShard]:
         """The tensors that the optimizer updates, in the order of the buckets."""

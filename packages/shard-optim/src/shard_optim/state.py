@@ -249,10 +249,6 @@ class _Table:
     Raises:
         TypeError: if an argument is of another type, or nothing is sharded.
         ValueError: if the optimizer holds other parameters than the model's.
-
-    Attributes:
-        ranks: of both.
-        parts: ``model`` and ``optimizer``, each if it was asked for.
     """
 
     def __init__(self, model: Any, optimizer: Any) -> None:
@@ -263,7 +259,8 @@ class _Table:
                 f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. "
                 "Pass the one made from the wrapper's parameters()."
             )
-        self.ranks = _ranks_of(model, optimizer)
+        self.ranks = _ranks_of(model, optimizer)  # of both
+        # ``model`` and ``optimizer``, each if it was asked for.
         self.parts: dict[str, _ModelState | OptimizerState] = {}
         if model is not None:
             wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))

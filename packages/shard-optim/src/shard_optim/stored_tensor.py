@@ -39,23 +39,14 @@ _BYTE_ORDER = re.compile(rb"/byteorder(?:FB..Z*)?(little|big)", re.DOTALL)  # "F
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``[first, first + count)`` of a tensor, and where a file holds them.
+    """Elements ``[first, first + count)`` of a tensor, and where a file holds them."""
 
-    Attributes:
-        first: first element, in the tensor's memory order.
-        count: number of elements.
-        file: name of the file inside the folder.
-        offset: first byte of the part's container in the file.
-        length: bytes of the container.
-        crc32: of these bytes.
-    """
-
-    first: int
-    count: int
-    file: str = ""
-    offset: int = 0
-    length: int = 0
-    crc32: int = 0
+    first: int  # first element, in the tensor's memory order
+    count: int  # number of elements
+    file: str = ""  # name of the file inside the folder
+    offset: int = 0  # first byte of the part's container in the file
+    length: int = 0  # bytes of the container
+    crc32: int = 0  # of these bytes
 
 
 @dataclass(frozen=True)

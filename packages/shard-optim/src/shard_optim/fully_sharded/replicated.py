@@ -28,19 +28,12 @@ _WORDS = "the all-reduce of small parameters' gradients"
 
 @dataclass
 class _Order:
-    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean.
+    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean."""
 
-    Attributes:
-        own: this rank's two numbers.
-        words: what this rank has done since the exchange before.
-        mean: of all ranks' numbers, on the CPU.
-        copied: when ``mean`` may be read; None for at once.
-    """
-
-    own: tuple[int, int]
-    words: str
-    mean: torch.Tensor
-    copied: torch.cuda.Event | None
+    own: tuple[int, int]  # this rank's two numbers
+    words: str  # what this rank has done since the exchange before
+    mean: torch.Tensor  # of all ranks' numbers, on the CPU
+    copied: torch.cuda.Event | None  # when ``mean`` may be read; None for at once
 
 
 class ReplicatedParameters:

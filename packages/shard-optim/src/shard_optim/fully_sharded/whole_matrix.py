@@ -44,20 +44,13 @@ def orthogonalization_cost(shape: torch.Size) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class _Matrix:
-    """One sharded parameter.
+    """One sharded parameter."""
 
-    Attributes:
-        param: this rank's shard.
-        place: where the parameter lies.
-        chunk: elements of each rank's shard, padding included.
-        owner: the rank that updates it.
-        whole: on its owner the parameter that is updated, without memory between steps.
-    """
-
-    param: Tensor
-    place: Place
-    chunk: int
-    owner: int = 0
+    param: Tensor  # this rank's shard
+    place: Place  # where the parameter lies
+    chunk: int  # elements of each rank's shard, padding included
+    owner: int = 0  # the rank that updates it
+    # On its owner the parameter that is updated, without memory between steps.
     whole: nn.Parameter | None = None
 
     def padded(self, values: Tensor) -> Tensor:
