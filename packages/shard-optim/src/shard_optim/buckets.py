@@ -128,11 +128,7 @@ class Bucket:
         param.data = view
 
     def check_storage(self) -> None:
-        """Makes sure that the parameters are still views of the buffer that is updated.
-
-        Raises:
-            RuntimeError: naming the first that was moved or converted.
-        """
+        """Raises RuntimeError for a parameter that is no longer a view of the buffer."""
         addresses = [param.data_ptr() for param in self.params]
         if addresses == self._addresses:
             return

@@ -74,11 +74,7 @@ def as_sent(values: Tensor) -> Tensor:
 
 
 def check_gradient(grad: Tensor | None, name: str) -> None:
-    """Refuses gradients that cannot be sliced.
-
-    Raises:
-        ValueError: for a sparse gradient.
-    """
+    """Raises ValueError for a sparse gradient, which cannot be sliced."""
     if grad is not None and grad.layout != torch.strided:
         raise ValueError(
             f"gradients must be dense, but got one of layout {grad.layout} for {name}. "

@@ -48,11 +48,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that ``encode`` was given; tensors are on the CPU.
-
-    Raises:
-        TypeError, ValueError, KeyError, AttributeError: if no call of ``encode`` returned this.
-    """
+    """The value that ``encode`` was given, tensors on the CPU; an error if it gave none."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -99,11 +99,7 @@ class Mesh:
         return everyone
 
     def agree(self, facts: Sequence[str], *, must: str, remedy: str) -> None:
-        """Compares facts over all ranks, the most general first.
-
-        Raises:
-            ModelMismatchError: on every rank if two differ, naming the differences.
-        """
+        """Raises ModelMismatchError on every rank unless facts, general ones first, are equal."""
         pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
         words = "the comparison of what the ranks make"
         gather = partial(self.gather, words)
@@ -147,14 +143,11 @@ def outcomes(what: str, attempts: Sequence[Sequence[Any]]) -> list[Any]:
 def on_every_rank(
     what: str, call: Callable[[], Any], gather: Callable[[str, Any], list[Any]]
 ) -> list[Any]:
-    """Runs ``call`` on every rank and returns all results, or raises on every rank.
+    """Runs ``call`` on every rank; returns all results, or raises on all as ``outcomes`` does.
 
     Args:
         call: returns what ``encode`` accepts.
         gather: given words for errors and a JSON value, returns every rank's.
-
-    Raises:
-        CollectiveError: see ``outcomes``.
     """
     return outcomes(what, gather(what, attempt(call)))
 

@@ -43,11 +43,7 @@ def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> t
 
 
 class _Offloaded(Optimizer):
-    """Comes before an optimizer class, whose ``step`` it calls for a chunk of the parameters.
-
-    Raises:
-        ValueError: if parameters are on several devices.
-    """
+    """Comes before an optimizer class, whose ``step`` it calls for a chunk of the parameters."""
 
     _chunk_bytes: float
     _copies: _Copies | None = None
@@ -165,11 +161,7 @@ class _Offloaded(Optimizer):
 
 
 def check_offload(kwargs: Mapping[str, Any]) -> None:
-    """Refuses what offloading cannot be combined with, beside what ``check_class`` refuses.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Raises ValueError for what offloading cannot be combined with."""
     if kwargs.get("capturable"):
         raise ValueError(
             "capturable must be False where optimizer state is offloaded, but got True: a captured "

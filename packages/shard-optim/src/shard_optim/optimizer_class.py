@@ -27,12 +27,7 @@ Looks = Literal["beyond one element", "beyond one parameter"]
 
 
 def check_class(optimizer_cls: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses what is known not to work on parts of the parameters, before anything is allocated.
-
-    Raises:
-        TypeError: if ``optimizer_cls`` is not an optimizer class.
-        ValueError: naming the remedy.
-    """
+    """Raises TypeError for no optimizer class, ValueError for one known not to work on parts."""
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(
             "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
@@ -143,11 +138,7 @@ def _updated(
 
 
 def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
-    """Refuses state that an element-wise optimizer would not have.
-
-    Raises:
-        ValueError: if some state tensor is neither one number nor of the same shape.
-    """
+    """Raises ValueError for state that is neither one number nor one per element."""
     for key, value in optimizer.state.get(updated, {}).items():
         if isinstance(value, Tensor) and value.numel() != 1 and value.shape != updated.shape:
             raise ValueError(

@@ -59,11 +59,7 @@ class OptimizerState:
     # --- from state to keys ------------------------------------------------------------------
 
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
-        """This rank's moments; the header and its small values by ``state.I.values``.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
+        """This rank's moments; the header and its small values by ``state.I.values``."""
         tensors, values = self._split(self._shards.states(), whole=False)
         rows = {
             key: Row(place=self._place_of(key, tensor.size()), tensor=tensor)
@@ -72,11 +68,7 @@ class OptimizerState:
         return rows, values | {"header": self.header()}
 
     def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments in a whole state dict, its header and small values, by a folder's keys.
-
-        Raises:
-            ValueError: if it is no state dict of an optimizer.
-        """
+        """Moments, header and small values of a state dict, by key; ValueError if it is none."""
         groups, states = check_state_dict(given)
         tensors, values = self._split(by_number(given), whole=True)
         values["header"] = self.header() | {"param_groups": [dict(group) for group in groups]}
@@ -227,11 +219,7 @@ def install(
 
 
 def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
-    """The groups and the state in what ``torch.optim.Optimizer.state_dict()`` gives.
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """The groups and the state of ``torch.optim.Optimizer.state_dict()``, or a ValueError."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         raise ValueError(
             f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
@@ -249,11 +237,7 @@ def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]
 def check_own_moments(
     states: Mapping[int, Mapping[str, Any]], places: Mapping[int, Place], groups: Groups
 ) -> None:
-    """Compares the shapes of moments, by parameter number, with this rank's parts.
-
-    Raises:
-        ValueError: one has another shape.
-    """
+    """Raises ValueError unless moments, by parameter, have the shapes of this rank's parts."""
     for index, state in states.items():
         place = places.get(index)
         for key, value in state.items():

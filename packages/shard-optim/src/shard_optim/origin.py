@@ -208,11 +208,7 @@ class Watched:
         return {**state_dict, "param_groups": given}
 
     def check(self, optimizer: Optimizer, origins: list[Any]) -> None:
-        """Compares the origins of loaded groups with this rank's. Collective, unless checked.
-
-        Raises:
-            ValueError: on every rank, if one of them may not load them.
-        """
+        """Compares the origins of loaded groups with this rank's, as ``check_loaded`` does."""
         if all(origin == CHECKED for origin in origins):
             return
         own = map(self.origin, optimizer.param_groups)
@@ -220,11 +216,7 @@ class Watched:
 
 
 def _check_update(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that looks beyond single elements, over shards.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Raises ValueError for an optimizer over shards that looks beyond single elements."""
     if shard_ranks_of(optimizer) is None:
         return
     cls = type(optimizer)
@@ -239,11 +231,7 @@ def _check_update(optimizer: Optimizer) -> None:
 
 
 def _check_choice_by_ndim(optimizer: Optimizer) -> None:
-    """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
-
-    Raises:
-        ValueError: if no parameter is left for a group with weight decay.
-    """
+    """Raises ValueError if a choice by ``p.ndim``, 1 for every shard, left a group empty."""
     remedy = (
         "Every shard has one dimension, so a choice by p.ndim finds no matrix: choose groups by "
         "name, or by the parameters of the module before it is wrapped."

@@ -16,11 +16,7 @@ SHARDED = "_sharded"
 
 
 def check_layout(param: Tensor, name: str) -> None:
-    """Refuses parameters whose elements are not one dense block of memory.
-
-    Raises:
-        ValueError: for sparse, expanded or strided-with-gaps parameters.
-    """
+    """Raises ValueError unless the elements are one dense block of memory."""
     if param.layout != torch.strided or not _is_dense(param):
         strides = param.stride() if param.layout == torch.strided else "none"
         raise ValueError(

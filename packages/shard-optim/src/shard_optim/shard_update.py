@@ -252,9 +252,6 @@ class LocalOptimizer:
 
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
-
-        Raises:
-            ValueError: if the state shows that the class cannot work under "flat".
         """
         changed: list[dict[str, Any]] = [{} for _ in groups]
         for step_group in self.step_groups:

@@ -244,12 +244,7 @@ def load_full_state(
 
 
 class _Table:
-    """The rows of a model and of an optimizer, and the ranks that hold them.
-
-    Raises:
-        TypeError: if an argument is of another type, or nothing is sharded.
-        ValueError: if the optimizer holds other parameters than the model's.
-    """
+    """The rows of a model and of an optimizer, and the ranks that hold them."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -334,9 +329,6 @@ class _Table:
 
         Returns:
             The description, which is dtypes and sizes by key, and values by key; and all tensors.
-
-        Raises:
-            ValueError: if it is no such state.
         """
         tensors, values = dict[str, Tensor](), dict[str, Any]()
         try:
@@ -434,11 +426,7 @@ class _ModelState:
         return {name: value if key is None else tensors[key] for name, value, key in keys}
 
     def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors in a state dict of the plain module, by key.
-
-        Raises:
-            ValueError: if it is none.
-        """
+        """The tensors in a state dict of the plain module, by key; ValueError if it is none."""
         if not isinstance(given, Mapping):
             raise ValueError(f"got {type(given).__name__} as its model")
         tensors: dict[str, Tensor] = {}

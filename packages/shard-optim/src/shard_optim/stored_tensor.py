@@ -77,11 +77,7 @@ def damaged(path: Path, reason: object) -> ValueError:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The dtype of that name; ValueError if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it names the dtype {name!r}")
@@ -146,11 +142,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_small(path: Path) -> bytes:
-    """A whole file of at most ``MOST_BYTES``.
-
-    Raises:
-        ValueError: if it is larger or no regular file.
-    """
+    """A whole regular file of at most ``MOST_BYTES``; ValueError for any other."""
     with open_regular(path) as file:
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -159,7 +151,7 @@ def read_small(path: Path) -> bytes:
 
 
 def read_checksummed(path: Path) -> tuple[Any, bytes]:
-    """The JSON in a small file's first line, whose CRC-32 is in the second, and all bytes.
+    """The JSON in the first of two lines, whose CRC-32 is the second, and all bytes.
 
     Raises:
         ValueError: if the file is damaged.
@@ -197,11 +189,7 @@ def write_elements(file: BinaryIO, elements: Tensor) -> tuple[int, int, int]:
 
 @contextmanager
 def open_part(folder: Path, key: str, part: Part) -> Iterator[BinaryIO]:
-    """Opens a file at the beginning of a part's container, whose checksum is right.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
+    """Opens a file at the beginning of a part's container; ValueError if that is damaged."""
     path = folder / part.file
     with open_regular(path) as file:
         file.seek(part.offset)
@@ -215,11 +203,7 @@ def open_part(folder: Path, key: str, part: Part) -> Iterator[BinaryIO]:
 
 
 def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, count: int) -> Tensor:
-    """Elements ``[first, first + count)`` of a stored tensor, after their checksums.
-
-    Raises:
-        ValueError: if a file is damaged.
-    """
+    """Elements ``[first, first + count)`` of a stored tensor; ValueError if a file is damaged."""
     size = tensor.dtype.itemsize
     memory = bytearray(count * size)
     for part in tensor.parts:

@@ -431,11 +431,7 @@ def _in_backward() -> bool:
 
 
 def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
-    """Refuses outputs in which no gradient was found, but could be hidden.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
+    """Raises TypeError for outputs in which no gradient was found, but could be hidden."""
     known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
     leaves = pytree.tree_leaves(outputs)
     hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]

@@ -321,11 +321,7 @@ class Unit:
             )
 
     def materialize(self) -> None:
-        """Makes the whole values, which have been gathered, the parameters' data.
-
-        Raises:
-            RuntimeError: if a parameter's data were no longer its shard.
-        """
+        """Makes whole values the parameters' data; RuntimeError if these are no longer shards."""
         if self.resting:
             self._check_shards()
             self.resting = False

@@ -398,11 +398,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         return calls
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: compile units, before they are wrapped.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raises RuntimeError: units are compiled, before they are wrapped."""
         raise RuntimeError(_COMPILE_UNITS.format("compile() of the"))
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
