@@ -212,11 +212,10 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
             f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "
             "earlier one"
         )
-    described = folder / (CONTENTS if os.path.lexists(folder / CONTENTS) else METADATA)
-    if described.name == METADATA:
-        content, data = translated(folder)
-    else:
-        content, data = read_checksummed(described)
+    described, reader = folder / CONTENTS, read_checksummed
+    if not os.path.lexists(described):
+        described, reader = folder, translated
+    content, data = reader(described)
     metadata = read_small(folder / METADATA)
     try:
         tensors = {

@@ -135,7 +135,7 @@ def check_loaded(
     found = None
     for given, own in parts:
         found = found or difference(given, own)
-        version = given.get("version") if isinstance(given, Mapping) else None
+        version = str(given["version"]) if not found and "version" in given else None
     everyone = ranks.gather("the comparison of what the ranks load", (found or problem, version))
     known = [(rank, version) for rank, (_, version) in enumerate(everyone) if version is not None]
     for rank, (problem, version) in enumerate(everyone):
