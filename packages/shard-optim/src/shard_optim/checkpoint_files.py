@@ -212,10 +212,9 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
             f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "
             "earlier one"
         )
-    described, reader = folder / CONTENTS, read_checksummed
-    if not os.path.lexists(described):
-        described, reader = folder, translated
-    content, data = reader(described)
+    old = not os.path.lexists(folder / CONTENTS)
+    described = folder / (METADATA if old else CONTENTS)
+    content, data = translated(folder) if old else read_checksummed(described)
     metadata = read_small(folder / METADATA)
     try:
         tensors = {

@@ -213,9 +213,9 @@ def install(
     settings: Groups,
 ) -> None:
     """Replaces a rank's state, by parameter number, and the hyperparameters of the groups."""
+    shards.install(states, settings)
     for group, new in zip(groups, settings, strict=True):
         group.update(settings_of(new))
-    shards.install(states, settings)
 
 
 def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
