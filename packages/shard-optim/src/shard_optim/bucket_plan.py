@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 Partition = Literal["flat", "whole"]
 """Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
@@ -26,13 +26,6 @@ RAMP = 2
 # A "whole" bucket grows until its parameters outweigh this many times the padding that the largest
 # of them can cause, so padding stays under about 1/4 of the bucket at any world size.
 _WHOLE_BUCKET_WEIGHT = 4
-
-
-class Span(NamedTuple):
-    """The part of one parameter that one rank owns: elements ``[start, start + length)``."""
-
-    start: int
-    length: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +48,8 @@ class BucketPlan:
         """Elements of the flat buffer that belong to no parameter."""
         return self.numel - sum(self.numels)
 
-    def span(self, position: int, rank: int) -> Span | None:
-        """The part of member ``position`` that ``rank`` owns, or None.
+    def span(self, position: int, rank: int) -> tuple[int, int] | None:
+        """First element of member ``position`` that ``rank`` owns, and their number; or None.
 
         A parameter without elements belongs to exactly one rank, which then owns an empty span, so
         that its optimizer state exists somewhere.
@@ -64,10 +57,10 @@ class BucketPlan:
         offset, numel = self.offsets[position], self.numels[position]
         if numel == 0:
             owner = min(offset // max(self.chunk, 1), self.world_size - 1)
-            return Span(0, 0) if rank == owner else None
+            return (0, 0) if rank == owner else None
         begin = max(offset, rank * self.chunk)
         end = min(offset + numel, (rank + 1) * self.chunk)
-        return Span(begin - offset, end - begin) if begin < end else None
+        return (begin - offset, end - begin) if begin < end else None
 
 
 def plan_buckets(

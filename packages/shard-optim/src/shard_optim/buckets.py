@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ddp_lite.ranks import MEBIBYTE, Ranks
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_plan import BucketPlan, Partition, Span, plan_buckets
+from shard_optim.bucket_plan import BucketPlan, Partition, plan_buckets
 from shard_optim.communication import Communication
 from shard_optim.fully_sharded.unit_plan import is_compiled
 from shard_optim.parameter_groups import Groups, all_params, name_of
@@ -53,9 +53,8 @@ class Shard:
 
     param: Tensor  # the whole parameter, as the module knows it
     index: int  # the parameter's number over all groups in order: its key in a plain state dict
-    name: str  # the parameter's name, for errors
-    span: Span  # the owned elements of the flattened parameter
-    begin: int  # their place inside this rank's range of the bucket
+    place: Place  # the owned elements of the parameter
+    begin: int  # the first of them inside this rank's range of the bucket
     # Those elements inside the parameter's storage: one-dimensional under "flat", of the
     # parameter's own shape under "whole".
     view: Tensor
@@ -99,26 +98,21 @@ class Bucket:
         self.places: list[Place] = []  # where the state of each member lies
         self._gather: Waitable | None = None
         self._gather_words = self.describe("the all-gather of updated parameters")
-        for position, param in enumerate(self.params):
-            self._adopt(param, plan.offsets[position])
-            span, form = plan.span(position, self.rank), torch.Size([0])
+        for position, (param, name) in enumerate(zip(params, names, strict=True)):
+            offset, span = plan.offsets[position], plan.span(position, self.rank)
+            self._adopt(param, offset)
+            first, count = span or (0, 0)
+            # A number stays a number, so that its state has the shape a full state dict has.
+            keep_shape = shaped or param.ndim == 0
+            view = param.detach() if keep_shape else self.flat.narrow(0, offset + first, count)
+            form = torch.Size([0]) if span is None else view.size()
+            place = Place(name, param.size(), param.stride(), span, form)
+            self.places.append(place)
             if span is not None:
-                # A number stays a number, so that its state has the shape a full state dict has.
-                keep_shape = shaped or param.ndim == 0
-                begin = plan.offsets[position] + span.start
-                view = param.detach() if keep_shape else self.flat.narrow(0, begin, span.length)
-                self.shards.append(
-                    Shard(
-                        param=param,
-                        index=self.indices[position],
-                        name=self.names[position],
-                        span=span,
-                        begin=begin - self.rank * plan.chunk,
-                        view=view,
-                    )
-                )
-                form = view.size()
-            self.places.append(Place(names[position], param.size(), param.stride(), span, form))
+                begin = offset + first - self.rank * plan.chunk
+                index = self.indices[position]
+                shard = Shard(param=param, index=index, place=place, begin=begin, view=view)
+                self.shards.append(shard)
         self._addresses = [param.data_ptr() for param in self.params]
 
     def _adopt(self, param: Tensor, offset: int) -> None:

@@ -74,8 +74,7 @@ class Place:
     @property
     def span(self) -> tuple[int, int]:
         """The first element that this rank holds, and their number."""
-        first, count = self.owned or (0, 0)
-        return first, count  # which saved state holds: no Span
+        return self.owned or (0, 0)
 
     @property
     def held(self) -> bool:

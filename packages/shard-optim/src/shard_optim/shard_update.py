@@ -60,7 +60,7 @@ class FusedShard:
         """The parts of the master copy, by shard."""
         if len(self.shards) == 1:
             return [self.tensor]
-        return list(self.tensor.split([shard.span.length for shard in self.shards]))
+        return list(self.tensor.split([shard.view.numel() for shard in self.shards]))
 
     def give_gradient(self, grad: Tensor) -> None:
         """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
@@ -88,7 +88,7 @@ class FusedShard:
         """The part of its state that belongs to one of its shards; values per element are views."""
         if len(self.shards) == 1:
             return state
-        first, length = shard.begin - self.begin, shard.span.length
+        first, length = shard.begin - self.begin, shard.view.numel()
         return {
             key: value.narrow(0, first, length)
             if isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -140,7 +140,7 @@ def fuse_shards(
             merge
             and last is not None
             and last.view.ndim == shard.view.ndim == 1
-            and last.begin + last.span.length == shard.begin
+            and last.begin + last.view.numel() == shard.begin
             and group_of[last.index] == group_of[shard.index]
         ):
             gathered[-1].append(shard)
@@ -148,7 +148,7 @@ def fuse_shards(
             gathered.append([shard])
     fused = []
     for shards in gathered:
-        first, length = shards[0], sum(shard.span.length for shard in shards)
+        first, length = shards[0], sum(shard.view.numel() for shard in shards)
         base = first.view
         if len(shards) > 1:
             base = bucket.owned.narrow(0, first.begin, length)
@@ -281,13 +281,13 @@ class LocalOptimizer:
         for fused in self._all_fused():
             (shard,) = fused.shards
             grad = shard.param.grad
-            check_gradient(grad, shard.name)
+            check_gradient(grad, shard.place.name)
             if grad is None:
                 fused.tensor.grad = None
                 continue
             grad = in_memory_order(grad, shard.param)
-            if shard.span.length != grad.numel():
-                grad = grad.narrow(0, shard.span.start, shard.span.length)
+            if shard.view.numel() != grad.numel():
+                grad = grad.narrow(0, *shard.place.span)
             fused.give_gradient(grad)
 
     def take_reduced(self, slices: Mapping[Bucket, Tensor], unused: frozenset[int]) -> None:
