@@ -24,7 +24,7 @@ from shard_optim import (
     load,
     save,
 )
-from shard_optim.stored_tensor import Part, StoredTensor, read_elements
+from shard_optim.checkpoint_files import Part, StoredTensor, read_elements
 
 OLD = Path(__file__).parent / "data"
 

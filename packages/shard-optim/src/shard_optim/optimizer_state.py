@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shard_optim.checkpoint_files import StoredTensor
 from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
 from shard_optim.parameter_groups import Groups, all_params, by_number, name_of
 from shard_optim.place import Place, Row
 from shard_optim.shard_update import MASTER, LocalOptimizer, pack_groups, settings_of
-from shard_optim.stored_tensor import StoredTensor
 
 # Parameter number; for a moment its kind and name.
 _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DOTALL)

@@ -40,7 +40,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import all_gather_json, all_reduce
-from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
+from shard_optim.checkpoint_files import (
+    METADATA,
+    StoredTensor,
+    agreed,
+    read_description,
+    read_elements,
+    write_folder,
+)
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
 from shard_optim.mesh import Mesh, attempt, on_every_rank, outcomes
@@ -48,7 +55,6 @@ from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
 from shard_optim.place import Place, Row, flat_slice, replicated_place
-from shard_optim.stored_tensor import StoredTensor, read_elements
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
