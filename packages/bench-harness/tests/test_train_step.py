@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tools.course import bucket_model
 from torch.distributed.fsdp import FSDPModule
 
-from bench_harness import experiments, options, presets
+from bench_harness import experiments, options
 from bench_harness.core import CaseSkipped
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
@@ -151,7 +151,7 @@ def test_a_preset_names_its_file_and_the_key(tmp_path, monkeypatch) -> None:
     text = '[train-step]\nvariants = [{ wrapper = { name = "bucketed", bucket_mb = 1 } }]\n'
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ValueError, match=r"preset mine.toml: train-step: bucketed key must be"):
-        presets.load("mine.toml")
+        options.load_preset("mine.toml")
 
 
 def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
@@ -172,7 +172,7 @@ def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
 def test_a_preset_is_checked_without_torch(preset: str) -> None:
     """Arguments, which only the second has, in a process of their own."""
     program = (
-        f"import sys; from bench_harness import presets; presets.load({preset!r}).cases();"
+        f"import sys; from bench_harness import options; options.load_preset({preset!r}).cases();"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -196,7 +196,7 @@ def test_eight_billion_parameters_are_compared_without_the_step_that_does_not_fi
 ) -> None:
     cases = [
         case
-        for case in presets.load(str(PRESETS / f"{preset}.toml")).cases()
+        for case in options.load_preset(str(PRESETS / f"{preset}.toml")).cases()
         if case.config["size"] == "8B"
     ]
     assert {case.config["world_size"] for case in cases} == ({2, 4} if preset == "8b" else {2})

@@ -27,14 +27,13 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.core import CaseSkipped, Row, registered
+from bench_harness.core import CaseSkipped, registered
 from bench_harness.workload import imported
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     Attend: TypeAlias = Callable[..., Tensor]
@@ -69,69 +68,6 @@ def stores_scores(name: str) -> bool:
 def forward_only(name: str) -> bool:
     """Whether an implementation has no backward, so that only its output is compared and timed."""
     return name == "fa3-fwd"
-
-
-def ran(
-    name: str, tensors: Sequence[Tensor], problem: Any, settings: Mapping[str, Any]
-) -> str | None:
-    """PyTorch's kernel or flashattn-triton's tier that runs; None for other implementations.
-
-    ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
-
-    Args:
-        tensors: query, key and value.
-        problem: as flashattn-triton describes it.
-        settings: of the call.
-    """
-    query, key, value = tensors
-    if name.startswith("flashattn-triton"):
-        from flashattn_triton import choose
-        from flashattn_triton.mask_and_bias import NAMES
-
-        named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
-        asked: Any = named.get(name.rpartition("-")[2], "auto")
-        given = tuple(each for each in NAMES if each in settings)
-        return choose(query, key, value, problem, implementation=asked, tensors=given).tier
-    if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
-        return name.removeprefix("sdpa-") if name.startswith("sdpa-") else None
-    import torch
-    from torch.nn.attention import SDPBackend
-
-    how = {"is_causal": settings["causal"], "enable_gqa": query.shape[1] != key.shape[1]}
-    number = int(torch._fused_sdp_choice(query, key, value, **how))
-    kernels = {
-        SDPBackend.MATH: "math",
-        SDPBackend.FLASH_ATTENTION: "flash",
-        SDPBackend.EFFICIENT_ATTENTION: "efficient",
-        SDPBackend.CUDNN_ATTENTION: "cudnn",
-    }
-    return {int(backend.value): text for backend, text in kernels.items()}.get(number)
-
-
-def ran_in_model(
-    name: str, shape: Row, sequence: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """The kernel or tier that the language model's attention runs; None for a user's own.
-
-    Asked of tensors of one batch element's shape, so call it when nothing is weighed.
-
-    Args:
-        name: "naive", "sdpa" or "flash".
-        shape: of a row, with ``num_heads`` and ``d_model``.
-        dtype: of the matrix products.
-    """
-    import torch
-
-    from flashattn_triton.problem import new_problem
-
-    if name not in ("sdpa", "flash"):
-        return name if name == "naive" else None
-    heads = shape["num_heads"]
-    size = (1, heads, sequence, shape["d_model"] // heads)
-    tensors = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    implementation = "flashattn-triton" if name == "flash" else name
-    problem = new_problem(head_dim=size[-1], causal=True)
-    return ran(implementation, tensors, problem, {"causal": True})
 
 
 def find(name: str) -> Attend:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperGroup
 
-from bench_harness import compare, experiments, options, presets, user_code, verdict
+from bench_harness import compare, experiments, options, user_code, verdict
 from bench_harness.core import Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError, replace_file
@@ -60,7 +60,7 @@ AsJson: TypeAlias = Annotated[
 PresetOrFile: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
+        help=f"One of {', '.join(options.shipped())}, or a file NAME.toml.",
         show_default=False,
     ),
 ]
@@ -181,7 +181,7 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
 
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
     def plan(preset: str) -> _Plan:
-        chosen = presets.load(preset)
+        chosen = options.load_preset(preset)
         return chosen.name, chosen.cases(), chosen.runs, preset
 
     return _measuring(plan, [_parameter("preset", PresetOrFile)], given)
@@ -378,7 +378,7 @@ def _preset(
     name: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join(presets.shipped())}.",
+            help=f"One of {', '.join(options.shipped())}.",
             show_default=False,
         ),
     ],
@@ -387,7 +387,7 @@ def _preset(
 
     bench-harness preset quick > mine.toml; bench-harness run mine.toml
     """
-    typer.echo(presets.text(name), nl=False)
+    typer.echo(options.preset_text(name), nl=False)
     return 0
 
 

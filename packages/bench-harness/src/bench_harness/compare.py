@@ -17,8 +17,7 @@ from typing import Any
 
 from bench_harness.core import Case, Row, plural
 from bench_harness.environment import compared, throttled
-from bench_harness.row_checks import is_number
-from bench_harness.store import RESERVED, Store
+from bench_harness.store import RESERVED, Store, is_number
 from bench_harness.verdict import TOLERANCE, Verdict, judge
 
 #: Relative difference of clocks, and of controls, from which a row is not sure.

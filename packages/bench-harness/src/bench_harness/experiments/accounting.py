@@ -153,7 +153,7 @@ class Accounting(Experiment):
 def size_row(name: SizeName, config: Any) -> Row:
     """One model size: parameters, operations, bytes, traffic."""
     import basics_model
-    from bench_harness.flops import forward_flops
+    from bench_harness.roofline import forward_flops
     from shard_optim.accounting import GB, rank_memory, step_traffic
 
     batch, sequence, world_size = config["batch"], config["sequence"], config["world_size"]

@@ -15,7 +15,7 @@ from bench_harness.distributed import (
     slowest_rank,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.timing import Enough, SamplingOptions
+from bench_harness.timing import SamplingOptions, in_turns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,10 +172,15 @@ def measure_rank(
         vector = torch.zeros(numel, device=device)
         share = vector.new_empty(numel // world_size)
         calls = {name: collective(name, vector, share) for name in config["operations"]}
-        for index in range(config["warmup"] + config["samples"]):
-            _once(calls, device, samples if index >= config["warmup"] else {})
-        enough = Enough(config, parts=len(config["sizes_mb"]))
-        while not on_rank_0(enough.reached(each.wall_ms for each in samples.values())):
+        for _ in range(config["warmup"]):
+            _once(calls, device, {})
+        for _ in in_turns(
+            tuple,
+            config,
+            lambda samples=samples: [each.wall_ms for each in samples.values()],  # type: ignore[misc]
+            parts=len(config["sizes_mb"]),
+            agreed=on_rank_0,
+        ):
             for _ in range(config["samples"]):
                 _once(calls, device, samples)
         rows += [
@@ -264,7 +269,7 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
 
 def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds algorithm and bus bandwidth in GB/s (10⁹ bytes per second)."""
-    from bench_harness.flops import bus_bandwidth_factor
+    from bench_harness.roofline import bus_bandwidth_factor
 
     if "size_bytes" not in frame:
         return frame

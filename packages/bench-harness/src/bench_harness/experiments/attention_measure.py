@@ -19,10 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from bench_harness.attentions import Window, find, forward_only, ran, stores_scores
+from bench_harness.attentions import Window, find, forward_only, stores_scores
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.flops import attention_flops
-from bench_harness.timing import Enough, Samples, record_sample, synchronize
+from bench_harness.roofline import attention_flops
+from bench_harness.timing import Samples, in_turns, record_sample, synchronize
+from bench_harness.workload import ran
 
 if TYPE_CHECKING:
     import torch
@@ -490,19 +491,18 @@ def _saved_bytes(
 def time_in_turns(
     everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
 ) -> None:
-    """Times the passes of all implementations on some problems in turns, to and fro.
-
-    Further turns follow until every interval is narrow, or the case's seconds for it are over.
-    """
-    rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
+    """Times the passes of all implementations on some problems in turns."""
+    rounds = config["rounds"]
     least = -(-config["samples"] // rounds)
-    enough, round_number = None, 0
-    while enough is None or not enough.reached(
-        samples.wall_ms for attempts in everyone for samples in attempts.samples.values()
+    for number, order in in_turns(
+        lambda: [(attempts, name) for attempts in everyone for name in attempts.calls],
+        config,
+        lambda: [samples.wall_ms for each in everyone for samples in each.samples.values()],
+        least=rounds,
+        parts=max(1, len(config["sequences"])),
     ):
-        order = [(attempts, name) for attempts in everyone for name in attempts.calls]
-        for attempts, name in order if round_number % 2 == 0 else order[::-1]:
-            progress(f"{attempts.problem.name}, round {round_number + 1}: {name}")
+        for attempts, name in order:
+            progress(f"{attempts.problem.name}, round {number + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = attempts.samples.setdefault((name, each), Samples())
@@ -517,9 +517,6 @@ def time_in_turns(
                     )
                     samples.wall_ms += taken
                     samples.note_gpu(attempts.device, len(taken))
-        round_number += 1
-        if round_number == rounds:
-            enough = Enough(config, parts=lengths)
 
 
 def sampled(
@@ -642,25 +639,25 @@ def measured_over_lengths(
     inputs = _of_all_lengths(problems, device)
     passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
     measured = attempts.samples
-    enough, round_number = None, 0
-    while enough is None or not enough.reached(each.wall_ms for each in measured.values()):
-        names = list(attempts.calls)
-        for name in names if round_number % 2 == 0 else names[::-1]:
-            progress(f"{len(problems)} lengths, round {round_number + 1}: {name}")
+    for number, names in in_turns(
+        lambda: attempts.calls,
+        config,
+        lambda: [each.wall_ms for each in measured.values()],
+        least=config["samples"] + 1,
+    ):
+        for name in names:
+            progress(f"{len(problems)} lengths, round {number + 1}: {name}")
             with attempts.ending(name):
-                attend = find(name) if round_number == 0 else attempts.calls[name]
+                attend = find(name) if number == 0 else attempts.calls[name]
                 attempts.calls[name] = attend
                 for each in passes[:1] if forward_only(name) else passes:
                     samples = measured.setdefault((name, each), Samples())
                     call = functools.partial(attend, **attempts.settings)
                     time_ms = _through(call, inputs, device, backward=each != "forward")
-                    if round_number == 0:
+                    if number == 0:
                         samples.first_ms = time_ms
                     else:
                         samples.wall_ms.append(time_ms)
-        round_number += 1
-        if round_number > config["samples"]:
-            enough = enough or Enough(config)
     about: Row = {
         "batch": problems[0].batch,
         "sequence": max(problem.sequence for problem in problems),

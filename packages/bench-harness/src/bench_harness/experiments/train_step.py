@@ -15,7 +15,7 @@ from bench_harness.display.timelines import timelines
 from bench_harness.distributed import default_world_size, run_on_ranks
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
-from bench_harness.traces import waterfall
+from bench_harness.traces.step import OPTIMIZER, PARTS
 from bench_harness.training import settings as of
 from bench_harness.workload import PRECISIONS, SIZES, billions
 
@@ -435,7 +435,7 @@ def _waterfall(profiled: pd.DataFrame) -> Table:
 
 def _parts(row: pd.Series[Any]) -> list[Row]:
     step, found = sum(row["waterfall"].values()), []
-    for part in waterfall.PARTS:
+    for part in PARTS:
         spent, least = row["waterfall"][part], _least_ms(row, part)
         reached = 100 * least / spent if spent else float("nan")
         found.append(
@@ -450,7 +450,7 @@ def _least_ms(row: pd.Series[Any], part: str) -> float:
     work = row.get("work")
     if not isinstance(work, Mapping) or part not in work:
         return float("nan")
-    if part == waterfall.OPTIMIZER:
+    if part == OPTIMIZER:
         return float(work[part] / row["bandwidth_gb_s"] / 1e6)
     return float(work[part] / row["ceiling_tflop_s"] / 1e9)
 

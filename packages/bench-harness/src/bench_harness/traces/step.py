@@ -1,16 +1,88 @@
-"""Communication in one recorded step: what a rank's trace says, and what all ranks say together."""
+"""Where the time of one recorded step goes, on a rank and over all ranks.
+
+Every moment of a step belongs to exactly one part of :data:`PARTS`. On a GPU a moment at which
+several kernels run counts for the first of them, so the parts add up to the step, communication is
+what nothing else hides, and the rest is the time in which the GPU had nothing to do because the
+host had launched nothing. On a CPU the parts are the operators' own times.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from bench_harness.core import Row
 from bench_harness.traces.gathers import gathers, summary
-from bench_harness.traces.intervals import Interval
+from bench_harness.traces.intervals import Interval, clip, total
 from bench_harness.traces.timeline import timeline
-from bench_harness.traces.trace import Trace
-from bench_harness.traces.waterfall import waterfall
+from bench_harness.traces.trace import Event, Trace, kind, within
+
+PRODUCTS, ATTENTION, OPTIMIZER = "matrix products", "attention", "optimizer"
+LOSS, ELEMENTWISE, COPIES = "loss", "norms and elementwise", "copies"
+COMMUNICATION, IDLE = "communication, exposed", "idle, waiting for the host"
+#: In the order in which they are drawn; the first of those that run at a moment counts.
+PARTS = (PRODUCTS, ATTENTION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, COMMUNICATION, IDLE)
+
+#: Ranges of the host that say what the kernels launched inside them are for. torch records the
+#: first around every optimizer's step, basics-model the others.
+_RANGES = {"Optimizer.step#": OPTIMIZER, "attention.": ATTENTION, "loss": LOSS}
+
+
+_Ranges: TypeAlias = Mapping[str, Callable[[Event | None], bool]]
+
+
+def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
+    """Milliseconds of each of :data:`PARTS` in one step; together they are the window.
+
+    Args:
+        window: the step, with the device idle at both ends.
+    """
+    ranges = {
+        part: within(span for span in trace.ranges if span.name.startswith(prefix))
+        for prefix, part in _RANGES.items()
+    }
+    begin, end = window
+    if not trace.on_device:
+        return _own_times(trace, ranges, window)
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    for event in trace.compute:
+        if begin <= event.start_ns < end:
+            host = trace.launches.get(event.correlation or -1)
+            spans[_part(event.name, host, ranges)].append(event.interval)
+    for event in trace.copies:
+        # Copies between devices are an exchange by copy engines.
+        spans[COMMUNICATION if "PtoP" in event.name else COPIES].append(event.interval)
+    spans[COMMUNICATION] += [event.interval for event in trace.communication]
+    covered: list[Interval] = []
+    times = {}
+    for part in PARTS[:-1]:
+        before = total(covered)
+        covered += clip(spans[part], window)
+        times[part] = (total(covered) - before) / 1e6
+    return times | {IDLE: (end - begin - total(covered)) / 1e6}
+
+
+def _own_times(trace: Trace, ranges: _Ranges, window: Interval) -> dict[str, float]:
+    times = dict.fromkeys(PARTS, 0.0)
+    for event in trace.operators:
+        if window[0] <= event.start_ns < window[1]:
+            times[_part(event.name, event, ranges)] += event.self_ns / 1e6
+    found = trace.overlap(window)
+    times[COMMUNICATION] += found.exposed_ns / 1e6
+    times[IDLE] = max((window[1] - window[0]) / 1e6 - sum(times.values()), 0.0)
+    return times
+
+
+def _part(name: str, host: Event | None, ranges: _Ranges) -> str:
+    """The part that a kernel or operator belongs to; ``host`` is the call that launched it."""
+    inside = {part for part, is_within in ranges.items() if is_within(host)}
+    if OPTIMIZER in inside or "FusedAdam" in name:  # one launch replays a whole recorded step
+        return OPTIMIZER
+    by_name = {"matmul": PRODUCTS, "fused attention": ATTENTION}.get(kind(name))
+    if by_name is not None:
+        return by_name
+    return next((part for part in (ATTENTION, LOSS) if part in inside), ELEMENTWISE)
 
 
 def of_rank(trace: Trace, window: Interval, spans: str) -> Row:

@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from basics_model import CapturedStep
 from bench_harness.core import CaseSkipped
-from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
-from bench_harness.training.constructors import Call, construct
-from bench_harness.training.optimizers import (
+from bench_harness.training.adapters import (
     Parameters,
+    blocks_of,
     make_optimizer,
     matrix_names,
     state_bytes,
 )
-from bench_harness.training.wrappers import blocks_of
+from bench_harness.training.constructors import Call, construct
+from bench_harness.user_code import workload_of
 from bench_harness.workload import attention_by_name
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 A short name stands for a constructor, ``package.module:name``. Its arguments are those of the
 constructor's own signature. Where this package has to do more than to call it, a function of
-:mod:`bench_harness.training.wrappers` or :mod:`bench_harness.training.optimizers` calls it, and
-the arguments of that function come on top: ``**arguments`` are passed on.
+:mod:`bench_harness.training.adapters` calls it, and the arguments of that function come on top:
+``**arguments`` are passed on.
 
 Signatures are read where a variant has arguments, in a process of their own unless this one has
 imported torch.
@@ -62,21 +62,21 @@ class Constructor:
     steps_before_recording: int = 1
 
 
-_HERE = "bench_harness.training"
+_ADAPTERS = "bench_harness.training.adapters"
 
 
 def _optimizer(title: str, target: str, through: str) -> Constructor:
     return Constructor(
         title=title,
         target=target,
-        through=f"{_HERE}.optimizers:{through}",
+        through=f"{_ADAPTERS}:{through}",
         first=("lr", "fused", "offload_state"),
         unlabelled=("lr",),
     )
 
 
 def _averaging(name: str) -> Constructor:
-    return Constructor(title=name, target=f"ddp_lite:{name}", through=f"{_HERE}.wrappers:averaging")
+    return Constructor(title=name, target=f"ddp_lite:{name}", through=f"{_ADAPTERS}:averaging")
 
 
 WRAPPERS: Mapping[str, Constructor] = {
@@ -87,7 +87,7 @@ WRAPPERS: Mapping[str, Constructor] = {
     "bucketed": Constructor(
         title="BucketedDDP",
         target="ddp_lite:BucketedDDP",
-        through=f"{_HERE}.wrappers:bucketed",
+        through=f"{_ADAPTERS}:bucketed",
         words=("one", "same"),
         first=("bucket_size_mb", "last_bucket_size_mb", "copy", "wire_dtype"),
         of_class=(("comm_hook", "auto"),),
@@ -96,18 +96,18 @@ WRAPPERS: Mapping[str, Constructor] = {
     "torch-ddp": Constructor(
         title="torch DDP",
         target="torch.nn.parallel:DistributedDataParallel",
-        through=f"{_HERE}.wrappers:torch_ddp",
+        through=f"{_ADAPTERS}:torch_ddp",
         steps_before_recording=11,
     ),
     "fsdp2": Constructor(
         title="FSDP2",
         target="torch.distributed.fsdp:fully_shard",
-        through=f"{_HERE}.wrappers:fsdp2",
+        through=f"{_ADAPTERS}:fsdp2",
     ),
     "fully-sharded": Constructor(
         title="FullyShardedDataParallel",
         target="shard_optim:FullyShardedDataParallel",
-        through=f"{_HERE}.wrappers:fully_sharded",
+        through=f"{_ADAPTERS}:fully_sharded",
         first=("reshard_after_forward", "compute_dtype", "reduce_dtype", "prefetch"),
     ),
 }
@@ -357,7 +357,7 @@ def construct(role: str, call: Call, around: Any) -> Any:
 
     Args:
         role: "wrapper" or "optimizer", for errors.
-        around: the module, or what :class:`bench_harness.training.optimizers.Parameters` holds.
+        around: the module, or what :class:`bench_harness.training.adapters.Parameters` holds.
 
     Raises:
         CaseSkipped: it cannot run here; the text says why.

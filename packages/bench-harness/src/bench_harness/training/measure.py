@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
-from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, slowest_of, slowest_rank, sweep
-from bench_harness.flops import step_work, training_flops
-from bench_harness.roofline import ceilings, step_bytes
-from bench_harness.timing import Enough, gpu_now, synchronize
+from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
+from bench_harness.timing import gpu_now, in_turns, synchronize
 from bench_harness.traces import kineto
 from bench_harness.traces.step import of_rank, over_ranks
 from bench_harness.traces.trace import phase
@@ -32,7 +30,13 @@ from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
 from bench_harness.training.constructors import Call, resolved
-from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
+from bench_harness.workload import (
+    compute_dtype,
+    device_of,
+    precision_context,
+    ran_in_model,
+    shape_row,
+)
 
 STEP = "step"
 #: Largest difference of the first losses between variants, relative to them, by precision.
@@ -63,17 +67,19 @@ def measure_rank(
     with _compiling():
         _prove(variants, rows, config, device, progress)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
-        pairs, enough, round_number = list(zip(variants, rows, strict=True)), None, 0
-        while enough is None or not on_rank_0(enough.reached(row["samples_ms"] for row in rows)):
-            for variant, row in pairs if round_number % 2 == 0 else pairs[::-1]:
+        for number, pairs in in_turns(
+            lambda: zip(variants, rows, strict=True),
+            config,
+            lambda: (row["samples_ms"] for row in rows),
+            least=config["rounds"],
+            agreed=on_rank_0,
+        ):
+            for variant, row in pairs:
                 if "ended" not in row:
-                    progress(f"round {round_number + 1}: {row['variant']}")
-                    _one_round(variant, row, round_number, config, device, Path(folder))
-            if round_number == 0:
+                    progress(f"round {number + 1}: {row['variant']}")
+                    _one_round(variant, row, number, config, device, Path(folder))
+            if number == 0:
                 _compare_losses(variants, rows)
-            round_number += 1
-            if round_number == config["rounds"]:
-                enough = Enough(config)
     rows[0] |= link
     rates: dict[str, Row] = {}
     for variant, row in zip(variants, rows, strict=True):
