@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -103,12 +104,14 @@ def naive(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
-    import torch
+    """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored.
 
-    from flashattn_triton.problem import new_problem
-    from flashattn_triton.reference import visibility_mask
+    Args:
+        first: position of the first query, where the queries are some of the sequence.
+    """
+    import torch
 
     ratio = query.shape[1] // key.shape[1]
     if ratio > 1:
@@ -116,36 +119,38 @@ def naive(
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    n_queries, n_keys = scores.shape[-2:]
     if alibi_slopes is not None:
-        scores = scores + _alibi(alibi_slopes, n_queries).to(scores.dtype)
+        scores = scores + _alibi(alibi_slopes, *scores.shape[-2:], first).to(scores.dtype)
     if bias is not None:
         scores = scores + bias
-    if window is not None:
-        options = new_problem(head_dim=query.shape[-1], causal=causal, window=window)
-        visible = visibility_mask(n_queries, n_keys, options, scores.device)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    elif causal:
-        scores = scores.masked_fill(_later(n_queries, scores.device), float("-inf"))
+    scores = _masked(scores, causal, window, first)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1] @ value
     return torch.softmax(scores, dim=-1) @ value
 
 
-def _later(length: int, device: Any) -> Tensor:
-    """Which keys a causal mask hides, (length, length)."""
+def _masked(scores: Tensor, causal: bool, window: Window | None = None, first: int = 0) -> Tensor:
+    """Scores with -inf where the mask hides a key."""
     import torch
 
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    hidden = [] if right is None else [everything.triu(first + right + 1)]
+    hidden += [] if left is None else [everything.tril(first - left - 1)]
+    if not hidden:
+        return scores
+    return scores.masked_fill(functools.reduce(operator.or_, hidden), float("-inf"))
 
 
-def _alibi(slopes: Tensor, length: int) -> Tensor:
-    """ALiBi's bias, (heads, length, length) in fp32, from (heads,) slopes."""
+def _alibi(slopes: Tensor, queries: int, keys: int, first: int = 0) -> Tensor:
+    """ALiBi's bias, (heads, queries, keys) in fp32, from (heads,) slopes."""
     import torch
 
-    positions = torch.arange(length, device=slopes.device)
-    return -slopes[:, None, None] * (positions[:, None] - positions).abs()
+    positions = torch.arange(first, first + queries, device=slopes.device)
+    distances = positions[:, None] - torch.arange(keys, device=slopes.device)
+    return -slopes[:, None, None] * distances.abs()
 
 
 def _naive_compiled() -> Attend:
@@ -225,17 +230,14 @@ def _sdpa(backend: str | None) -> Attend:
         alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        length = query.shape[-2]
-        mask = bias
+        length, mask = query.shape[-2], bias
         if alibi_slopes is not None:
             if length not in constants:
-                added = _alibi(alibi_slopes, length)[None]
-                if causal:
-                    added.masked_fill_(_later(length, query.device), float("-inf"))
-                constants[length] = added.to(query.dtype)
+                added = _alibi(alibi_slopes, length, length)[None].to(query.dtype)
+                constants[length] = _masked(added, causal)
             mask = constants[length]
-        elif bias is not None and causal:
-            mask = bias.masked_fill(_later(length, query.device), float("-inf"))
+        elif bias is not None:
+            mask = _masked(bias, causal)
         try:
             with contextlib.nullcontext() if chosen is None else sdpa_kernel(chosen):
                 return F.scaled_dot_product_attention(

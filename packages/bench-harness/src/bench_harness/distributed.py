@@ -52,25 +52,19 @@ def on_rank_0(decision: bool) -> bool:
     return said[0]
 
 
-def slowest_rank(ranks: list[Row]) -> Row:
+def slowest_rank(ranks: Sequence[Row]) -> Row:
     """One variant's row from those of all ranks: a step takes as long as its slowest rank."""
-    first = ranks[0]
-    row = dict(first)
+    row = dict(ranks[0])
     for name in ("samples_ms", "samples_device_ms", "host_ms", "optimizer_ms"):
-        if name in first:
-            row[name] = slowest_of([rank[name] for rank in ranks])
-    if "samples_sm_clock_mhz" in first:
+        if name in row:
+            row[name] = [max(each) for each in zip(*(r[name] for r in ranks), strict=True)]
+    if "samples_sm_clock_mhz" in row:
         clocks = zip(*(rank["samples_sm_clock_mhz"] for rank in ranks), strict=False)
         row["samples_sm_clock_mhz"] = [min(clock) for clock in clocks]
-    if "samples_ms" in first:
+    if "samples_ms" in row:
         fastest = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
         row["samples_fastest_rank_ms"] = [min(sample) for sample in fastest]
     return row
-
-
-def slowest_of(ranks: list[list[float]]) -> list[float]:
-    """The samples of all ranks combined: each takes as long as on its slowest rank."""
-    return [max(sample) for sample in zip(*ranks, strict=True)]
 
 
 def sweep(

@@ -94,7 +94,7 @@ class AllReduce(Experiment):
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
         results = run_on_ranks(case, progress, measure_rank)
-        return [slowest_rank(list(ranks)) for ranks in zip(*results, strict=True)]
+        return [slowest_rank(ranks) for ranks in zip(*results, strict=True)]
 
     def work_s(self, case: Case) -> float:
         """The ranks start."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from bench_harness.attentions import Window, find, forward_only, stores_scores
+from bench_harness.attentions import Window, find, forward_only, naive, stores_scores
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.roofline import attention_flops
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: "plain" has none; ratios of the others are to it.
 FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
-#: Longest sequence whose reference stores all scores of a head, 64 MB in fp32; longer ones are
-#: computed in tiles of at most 16 MB.
-_DEFINED, _TILE = 4096, 2048
-_LEAST_TILE = 256
+#: Scores that the reference holds at a time, 64 MB in fp32.
+_SCORES = 2**24
 PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
 CLOCKS = ("device", "wall", "host")
 #: Largest error allowed of output and gradients, as a share of the reference's largest value: one
@@ -210,56 +208,40 @@ def learned(settings: Mapping[str, Any]) -> dict[str, Tensor]:
 def exact(
     problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Output and gradients of the heads that are checked, in fp32.
+    """Output and gradients of the heads that are checked, by the definition of attention in fp32.
 
-    By the definition of attention, or in tiles where its scores would take too much memory.
+    As many queries at a time as the memory for their scores allows.
 
     Returns:
         "out", "dq", "dk" and "dv", and "dsinks" or "dbias" where these are learned.
     """
     import torch
 
-    from flashattn_triton.logsumexp import add_sinks
-    from flashattn_triton.mask_and_bias import MaskAndBias
-    from flashattn_triton.reference import attention_reference
-    from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
-
-    options = problem.options()
     leaves = {
         name: _checked_heads(problem, name, x).detach().float().requires_grad_()
         for name, x in learned(settings).items()
     }
-    slopes = settings.get("alibi_slopes")
-    mask_and_bias = MaskAndBias(
-        alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
-        bias=leaves.get("bias"),
-    )
-    sinks = leaves.get("sinks")
+    given: dict[str, Any] = {name: settings.get(name) for name in ("causal", "window", "softcap")}
+    if "alibi_slopes" in settings:
+        given["alibi_slopes"] = _checked_heads(problem, "", settings["alibi_slopes"])
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
     found: list[dict[str, Tensor]] = []
-    for q, k, v, grad_out in _checked(problem, tensors):
-        if q.shape[2] <= _DEFINED:
-            inputs = (*(x.requires_grad_() for x in (q, k, v)), *leaves.values())
-            out, lse = attention_reference(q, k, v, options, mask_and_bias)
-            if sinks is not None:
-                out, _ = add_sinks(out, lse, sinks, "bhsd")
-            gradients = torch.autograd.grad(out, inputs, grad_out)
-        else:
-            tile = max(_LEAST_TILE, _TILE // (k.shape[0] * k.shape[1]))
-            group = q.shape[1] // k.shape[1]
-            tiles = {"query_tile": max(1, tile // group), "key_tile": tile}
-            extra: list[Tensor] = []
-            part, lse = tiled_forward(q, k, v, options, mask_and_bias, **tiles)
-            out, grad_lse = part, None
-            if sinks is not None:
-                part, lse = part.requires_grad_(), lse.requires_grad_()
-                out, _ = add_sinks(part, lse, sinks, "bhsd")
-                grad_out, grad_lse, *extra = torch.autograd.grad(out, (part, lse, sinks), grad_out)
-            arguments = (q, k, v, part, lse, grad_out, grad_lse, options, mask_and_bias)
-            if "bias" in leaves:
-                extra = [tiled_bias_backward(*arguments, **tiles)]
-            gradients = (*tiled_backward(*arguments, **tiles), *extra)
-        names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
-        found.append({"out": out.detach(), **dict(zip(names, gradients, strict=True))})
+    for *tensors_of_part, grad_out in _checked(problem, tensors):
+        q, k, v = (x.requires_grad_() for x in tensors_of_part)
+        inputs = (q, k, v, *leaves.values())
+        sums = [torch.zeros_like(x) for x in inputs]
+        outs: list[Tensor] = []
+        count = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        for first in range(0, q.shape[2], count):
+            rows = slice(first, first + count)
+            own = {n: x[..., rows, :] if n == "bias" else x for n, x in leaves.items()}
+            out = naive(q[:, :, rows], k, v, first=first, **given, **own)
+            for total, part in zip(
+                sums, torch.autograd.grad(out, inputs, grad_out[:, :, rows]), strict=True
+            ):
+                total += part
+            outs.append(out.detach())
+        found.append({"out": torch.cat(outs, dim=2), **dict(zip(names, sums, strict=True))})
     # Several parts are packed sequences, which have no learned arguments.
     return {name: torch.cat([part[name] for part in found], dim=-2 if found[1:] else 0)
             for name in found[0]}  # fmt: skip

@@ -256,12 +256,7 @@ def profiled(
         with recorder:
             with phase("inference", device), torch.no_grad():
                 steps.workload.loss()
-            with phase("forward", device):
-                loss = steps.forward()
-            with phase("backward", device):
-                steps.backward(loss)
-            with phase("optimizer", device):
-                steps.update()
+            steps.in_phases(lambda name: phase(name, device))
 
 
 def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.distributed import on_rank_0, slowest_of, slowest_rank, sweep
+from bench_harness.distributed import on_rank_0, slowest_rank, sweep
 from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
 from bench_harness.timing import gpu_now, in_turns, synchronize
 from bench_harness.traces import kineto
@@ -100,24 +100,20 @@ def merged(ranks: list[Row]) -> Row:
     row = slowest_rank(ranks)
     if not row["samples_ms"]:  # skipped, or it did not agree
         return {name: value for name, value in row.items() if value not in ([], None)}
-    for name in ("peak_gib", "device_allocations", "compilations"):
+    for name in ("peak_gib", "device_allocations", "compilations", "memory", "all_reduce"):
         if name in row:
-            row[name] = max(rank[name] for rank in ranks)
-    moments_of_ranks = zip(*(rank["memory"] for rank in ranks), strict=True)
-    row["memory"] = [
-        {
-            name: max(rank[name] for rank in moment) if isinstance(value, int) else value
-            for name, value in moment[0].items()
-        }
-        for moment in moments_of_ranks
-    ]
-    if "all_reduce" in row:
-        sweeps = zip(*(rank["all_reduce"]["samples_ms"] for rank in ranks), strict=True)
-        samples_ms = [slowest_of(list(size)) for size in sweeps]
-        row["all_reduce"] = {**row["all_reduce"], "samples_ms": samples_ms}
-    if "communication_ms" in row:
-        row |= over_ranks(ranks)
-    return row
+            row[name] = _largest([rank[name] for rank in ranks])
+    return row | (over_ranks(ranks) if "communication_ms" in row else {})
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """The largest of each number in values of one shape; texts and gaps are all alike."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: _largest([each[name] for each in values]) for name in first}
+    if isinstance(first, list):
+        return [_largest(each) for each in zip(*values, strict=True)]
+    return max(values) if isinstance(first, int | float) else first
 
 
 def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
