@@ -120,7 +120,9 @@ def naive(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        scores = scores + _alibi(alibi_slopes, *scores.shape[-2:], first).to(scores.dtype)
+        scores = scores + _alibi(alibi_slopes, scores.shape[-2], scores.shape[-1], first).to(
+            scores.dtype
+        )
     if bias is not None:
         scores = scores + bias
     scores = _masked(scores, causal, window, first)

@@ -233,32 +233,23 @@ def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], ob
 
 
 def check(operation: str, rank: int, world_size: int, numel: int, device: torch.device) -> None:
-    """Runs the collective once on known values.
+    """Runs the collective that is timed once on known values.
 
     Raises:
         ArithmeticError: an element of the result is wrong; nothing is timed then.
     """
     import torch
-    import torch.distributed as dist
 
     # Small whole numbers, whose sums are exact in fp32.
     position = torch.arange(numel, device=device, dtype=torch.int32) % 251
-    vector = position.float().add_(rank)
-    share = numel // world_size
-    mine = slice(rank * share, (rank + 1) * share)
+    mine = slice(rank * (numel // world_size), (rank + 1) * (numel // world_size))
+    vector, share = position.float().add_(rank), position[mine].float()
+    collective(operation, vector, share)()
     total = position * world_size + world_size * (world_size - 1) // 2
-    if operation == "all_reduce":
-        dist.all_reduce(vector)
-        found, expected = vector, total
-    elif operation == "reduce_scatter":
-        found, expected = vector.new_empty(share), total[mine]
-        dist.reduce_scatter_tensor(found, vector)
-    elif operation == "all_gather":
-        found, expected = vector.new_empty(numel), position
-        dist.all_gather_into_tensor(found, position[mine].float())
-    else:
-        dist.broadcast(vector, src=0)
-        found, expected = vector, position
+    found, expected = {
+        "all_reduce": (vector, total),
+        "reduce_scatter": (share, total[mine]),
+    }.get(operation, (vector, position))
     wrong = int((found != expected).sum())
     if wrong:
         raise ArithmeticError(

@@ -234,8 +234,8 @@ def exact(
         count = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
         for first in range(0, q.shape[2], count):
             rows = slice(first, first + count)
-            own = {n: x[..., rows, :] if n == "bias" else x for n, x in leaves.items()}
-            out = naive(q[:, :, rows], k, v, first=first, **given, **own)
+            given |= {n: x[..., rows, :] if n == "bias" else x for n, x in leaves.items()}
+            out = naive(q[:, :, rows], k, v, first=first, **given)
             for total, part in zip(
                 sums, torch.autograd.grad(out, inputs, grad_out[:, :, rows]), strict=True
             ):
@@ -618,7 +618,7 @@ def measured_over_lengths(
     """
     attempts = Attempts(config["variants"], problems[0], device)
     attempts.prove()
-    inputs = _of_all_lengths(problems, device)
+    inputs = [problem.tensors(device) for problem in problems]
     passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
     measured = attempts.samples
     for number, names in in_turns(
@@ -665,27 +665,6 @@ def _rows(
         if name not in attempts.ended
     ]
     return rows + [{"variant": n, **about, "ended": end} for n, end in attempts.ended.items()]
-
-
-def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[list[Tensor]]:
-    """Query, key, value and the output's gradient of each problem, in the longest one's memory."""
-    longest = max(problems, key=lambda problem: problem.batch * problem.sequence)
-    flat = [tensor.detach().reshape(-1) for tensor in longest.tensors(device)]
-
-    def cut(problem: Problem, number: int, heads: int, width: int) -> Tensor:
-        shape = (problem.batch, heads, problem.sequence, width)
-        size = problem.batch * heads * problem.sequence * width
-        return flat[number][:size].view(shape).detach().requires_grad_(number < 3)
-
-    return [
-        [
-            cut(each, 0, each.heads, each.head_dim),
-            cut(each, 1, each.kv_heads, each.head_dim),
-            cut(each, 2, each.kv_heads, each.value_head_dim),
-            cut(each, 3, each.heads, each.value_head_dim),
-        ]
-        for each in problems
-    ]
 
 
 def _through(

@@ -111,7 +111,7 @@ def _launched_in(
     starts = {thread: [each.start_ns for each in own] for thread, own in by_thread.items()}
     found: dict[Event, Interval] = {}
     for kernel in kernels:
-        host = _host(kernel, trace)
+        host = trace.host(kernel)
         if host is None or host.thread not in starts:
             continue
         position = bisect.bisect_right(starts[host.thread], host.start_ns) - 1
@@ -132,7 +132,7 @@ def _first_after(waits: Sequence[Event], trace: Trace) -> dict[Event, int]:
     streams: dict[Any, list[Event]] = defaultdict(list)
     for kernel in trace.compute:
         streams[kernel.thread].append(kernel)
-        host = _host(kernel, trace)
+        host = trace.host(kernel)
         if host is not None:
             launched[host.thread].append((host.start_ns, kernel))
     for one in launched.values():
@@ -150,8 +150,3 @@ def _first_after(waits: Sequence[Event], trace: Trace) -> dict[Event, int]:
         before = bisect.bisect_left(line, kernel.start_ns, key=lambda each: each.start_ns) - 1
         found[wait] = max(launch, line[before].end_ns if before >= 0 else launch)
     return found
-
-
-def _host(kernel: Event, trace: Trace) -> Event | None:
-    """The host's call that launched a kernel."""
-    return None if kernel.correlation is None else trace.launches.get(kernel.correlation)

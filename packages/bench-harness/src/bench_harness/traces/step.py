@@ -48,8 +48,7 @@ def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
     spans: dict[str, list[Interval]] = defaultdict(list)
     for event in trace.compute:
         if begin <= event.start_ns < end:
-            host = trace.launches.get(event.correlation or -1)
-            spans[_part(event.name, host, ranges)].append(event.interval)
+            spans[_part(event.name, trace.host(event), ranges)].append(event.interval)
     for event in trace.copies:
         # Copies between devices are an exchange by copy engines.
         spans[COMMUNICATION if "PtoP" in event.name else COPIES].append(event.interval)
