@@ -20,8 +20,8 @@ import bench_harness
 
 CASE = (
     "train-step --device cpu --size custom --d-model 32 --d-ff 64 --num-layers 1 --num-heads 2 "
-    "--vocab-size 64 --sequences 8 --variants naive,flat --rounds 1 --blocks 3 --calls 1 --warmup 1 "
-    "--interval 0"
+    "--vocab-size 64 --sequences 8 --variants naive,flat --rounds 1 --blocks 3 --calls 1 "
+    "--warmup 1 --interval 0"
 )
 #: Forked processes and their main threads inherit what it starts.
 WATCH = """
@@ -35,8 +35,8 @@ def called(frame, event, argument):
         return
     caller = frame
     while caller is not None:
-        imports = caller.f_code.co_name == "<module>" and caller.f_globals.get("__name__") != "__main__"
-        if imports and caller.f_code.co_filename.startswith({package!r}):
+        runs = caller.f_code.co_name == "<module>" and caller.f_code.co_filename
+        if runs and runs.startswith({package!r}) and not runs.endswith("__main__.py"):
             return
         caller = caller.f_back
     known.add(file)

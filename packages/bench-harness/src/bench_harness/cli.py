@@ -16,8 +16,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperGroup
 
-from bench_harness import compare, experiments, options, user_code, verdict
-from bench_harness.core import Case
+from bench_harness import experiments, options, user_code
+from bench_harness.core import TOLERANCE, Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError, replace_file
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gone = {"--" + name.replace("_", "-"): text for name, text in options.REMOVED.items()}
         removed = [text for name, text in {**_REMOVED, **gone}.items() if name in given]
         return _complain(" ".join([error.format_message(), *removed[:1]]))
-    except (ValueError, StoreError, compare.ComparisonError) as error:
+    except (ValueError, StoreError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk or a missing permission, wherever it shows
         return _complain(f"{error.filename or 'system'}: {error.strerror}")
@@ -273,7 +273,7 @@ def _compare(
     run_b: RunFolder,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
-    ] = verdict.TOLERANCE,
+    ] = TOLERANCE,
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
     ] = False,
@@ -296,7 +296,7 @@ def _compare(
     """Say whether run B is faster or slower than A."""
     from rich.console import Console
 
-    from bench_harness import terminal
+    from bench_harness import compare, terminal
     from bench_harness.report import comparison
 
     gate = None if fail_on is None else compare.Gate.parse(fail_on)

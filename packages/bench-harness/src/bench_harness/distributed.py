@@ -9,7 +9,7 @@ from bench_harness.core import Case, Row
 from bench_harness.environment import gpu_count
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def default_world_size(device: str) -> int:
@@ -65,24 +65,3 @@ def slowest_rank(ranks: Sequence[Row]) -> Row:
         fastest = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
         row["samples_fastest_rank_ms"] = [min(sample) for sample in fastest]
     return row
-
-
-def sweep(
-    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
-) -> list[list[float]]:
-    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
-    import torch
-    import torch.distributed as dist
-
-    from bench_harness.timing import Samples, record_sample
-
-    found = []
-    for size in size_bytes:
-        vector = torch.zeros(size // 4, device=device)
-        timed = Samples()
-        for _ in range(warmup + samples):
-            dist.barrier()
-            with record_sample(timed, device):
-                dist.all_reduce(vector)
-        found.append(timed.wall_ms[warmup:])
-    return found

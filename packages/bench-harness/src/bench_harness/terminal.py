@@ -22,7 +22,6 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from bench_harness import environment
-from bench_harness.compare import Comparison, Comparisons, cells_of
 from bench_harness.core import Case, plural
 from bench_harness.process import Outcome
 from bench_harness.runner import Planned, ended_variants
@@ -30,6 +29,7 @@ from bench_harness.runner import Planned, ended_variants
 if TYPE_CHECKING:
     import pandas as pd
 
+    from bench_harness.compare import Comparison, Comparisons
     from bench_harness.core import Table
     from bench_harness.report import Report
 
@@ -354,6 +354,8 @@ def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | 
     Args:
         failures: why the gate closes; None if there is no gate.
     """
+    from bench_harness.compare import cells_of
+
     line(console, f"A: {found.runs[0]}")
     line(console, f"B: {found.runs[1]}")
     if found.environment:

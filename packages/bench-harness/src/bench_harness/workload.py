@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.core import CaseSkipped, Row
+from bench_harness.core import CaseSkipped
 
 if TYPE_CHECKING:
     import torch
@@ -236,7 +236,7 @@ def ran(
 
 
 def ran_in_model(
-    name: str, shape: Row, sequence: int, dtype: torch.dtype, device: torch.device
+    name: str, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """The kernel or tier that the language model's attention runs; None for a user's own.
 
@@ -244,7 +244,7 @@ def ran_in_model(
 
     Args:
         name: "naive", "sdpa" or "flash".
-        shape: of a row, with ``num_heads`` and ``d_model``.
+        shape: with ``num_heads``, ``d_model`` and ``sequence``.
         dtype: of the matrix products.
     """
     import torch
@@ -254,7 +254,7 @@ def ran_in_model(
     if name not in ("sdpa", "flash"):
         return name if name == "naive" else None
     heads = shape["num_heads"]
-    size = (1, heads, sequence, shape["d_model"] // heads)
+    size = (1, heads, shape["sequence"], shape["d_model"] // heads)
     tensors = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
     implementation = "flashattn-triton" if name == "flash" else name
     problem = new_problem(head_dim=size[-1], causal=True)

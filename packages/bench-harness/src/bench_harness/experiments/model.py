@@ -119,12 +119,12 @@ class Model(Experiment):
         for name, phases in measured.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
             precision = names[name]["precision"]
+            dtype, ran = compute_dtype(precision), None
             with precision_context(precision, device):
-                rates = roofline.ceilings(device, compute_dtype(precision))
-            ran = None
+                rates = roofline.ceilings(device, dtype)
             if "d_model" in facts:  # of a user's model nothing is known
-                attention, dtype = names[name]["attention"], compute_dtype(precision)
-                ran = ran_in_model(attention, facts, config["sequence"], dtype, device)
+                attention = names[name]["attention"]
+                ran = ran_in_model(attention, {**config, **facts}, dtype, device)
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.distributed import on_rank_0, slowest_rank, sweep
+from bench_harness.distributed import on_rank_0, slowest_rank
 from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
-from bench_harness.timing import gpu_now, in_turns, synchronize
+from bench_harness.timing import Samples, gpu_now, in_turns, record_sample, synchronize
 from bench_harness.traces import kineto
 from bench_harness.traces.step import of_rank, over_ranks
 from bench_harness.traces.trace import phase
@@ -84,14 +84,13 @@ def measure_rank(
     rates: dict[str, Row] = {}
     for variant, row in zip(variants, rows, strict=True):
         if "ended" not in row:
+            dtype = compute_dtype(variant.precision)
             if variant.precision not in rates:
                 with precision_context(variant.precision, device):
-                    rates[variant.precision] = ceilings(device, compute_dtype(variant.precision))
+                    rates[variant.precision] = ceilings(device, dtype)
             row |= rates[variant.precision]
             if "d_model" in row:  # of a user's model nothing is known
-                dtype = compute_dtype(variant.precision)
-                sequence = config["sequence"]
-                row["ran"] = ran_in_model(variant.attention, row, sequence, dtype, device)
+                row["ran"] = ran_in_model(variant.attention, {**config, **row}, dtype, device)
     return rows
 
 
@@ -193,8 +192,14 @@ def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.
     with training(variant, config, device) as steps:
         largest = max(p.nbytes for p in steps.workload.module.parameters())
         sizes = [max(4096, 4 * steps.numel // share) for share in _SWEEP_SHARES]
-    samples_ms = sweep(sizes, device, warmup=3, samples=10)
-    link = {"size_bytes": sizes, "samples_ms": samples_ms}
+    link: Row = {"size_bytes": sizes, "samples_ms": []}
+    for size in sizes:
+        vector, timed = torch.zeros(size // 4, device=device), Samples()
+        for _ in range(3 + 10):
+            dist.barrier()
+            with record_sample(timed, device):
+                dist.all_reduce(vector)
+        link["samples_ms"].append(timed.wall_ms[3:])  # after the warm-up
     return {"all_reduce": link, "largest_parameter_bytes": largest}
 
 
