@@ -37,10 +37,15 @@ from bench_harness.workload import imported
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Attend: TypeAlias = Callable[..., Tensor]
+Attend: TypeAlias = "Callable[..., Tensor]"
+Window: TypeAlias = tuple[int | None, int | None]
 
 ENTRY_POINT_GROUP = "bench_harness.attentions"
-Window: TypeAlias = tuple[int | None, int | None]
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: "plain" has none; ratios of the others are to it.
+FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
+PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
+CLOCKS = ("device", "wall", "host")
 
 
 def names() -> list[str]:

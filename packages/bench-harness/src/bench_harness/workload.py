@@ -316,28 +316,24 @@ def language_model(
     device: torch.device,
     *,
     precision: str,
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     seed: int = 0,
     batch_seed: int = 0,
-    checkpoint_blocks: int = 0,
-    keep_attention: bool = False,
     chunked_loss: bool = False,
     joined_products: bool = False,
     float8_recipe: str | None = None,
+    **how: Any,
 ) -> Workload:
     """The Transformer language model of a case, with a random batch of token ids.
 
     Args:
         config: ``size`` and dimensions as in :func:`language_model_config`, ``batch`` and
             ``sequence``.
-        attention: PyTorch's scaled dot-product attention by default.
         seed: of the parameters.
         batch_seed: of the tokens; distinct per rank in data-parallel runs.
-        checkpoint_blocks: blocks that backward recomputes together; 0 keeps everything.
-        keep_attention: of recomputed blocks, keep the output of fused attention.
         chunked_loss: the loss is made inside the model, without all logits in memory at once.
         joined_products: query, key and value are one product.
         float8_recipe: of :func:`basics_model.products.use_float8_products`; None for none.
+        how: further arguments of :class:`basics_model.TransformerLM`.
 
     Raises:
         CaseSkipped: float8 products without torchao, or on a device that has none.
@@ -351,11 +347,9 @@ def language_model(
     torch.manual_seed(seed)
     module = basics_model.TransformerLM(
         model_config,
-        attention=attention or basics_model.sdpa_attention,
         products=products.joined_products if joined_products else products.separate_products,
-        checkpoint_blocks=checkpoint_blocks,
-        keep_attention=keep_attention,
         device=device,
+        **how,
     )
     if float8_recipe is not None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
+from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.distributed import (
     default_world_size,
     on_rank_0,
@@ -15,7 +16,8 @@ from bench_harness.distributed import (
     slowest_rank,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.timing import SamplingOptions, in_turns
+from bench_harness.roofline import bus_bandwidth_factor
+from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,7 +123,6 @@ class AllReduce(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
-        from bench_harness.display.lines import Panel, draw_lines, points
         from bench_harness.stats import with_summary
 
         done = row_tables.finished(rows)
@@ -157,8 +158,6 @@ def measure_rank(
 ) -> list[Row]:
     """One rank's part: a row per collective and size with this rank's samples."""
     import torch
-
-    from bench_harness.timing import Samples
 
     rows = []
     for size_mb in config["sizes_mb"]:
@@ -200,8 +199,6 @@ def _once(
 ) -> None:
     """One call of every collective, ranks aligned; nothing is kept for those without samples."""
     import torch.distributed as dist
-
-    from bench_harness.timing import Samples, record_sample
 
     for operation, call in calls.items():
         dist.barrier()
@@ -260,8 +257,6 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
 
 def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds algorithm and bus bandwidth in GB/s (10⁹ bytes per second)."""
-    from bench_harness.roofline import bus_bandwidth_factor
-
     if "size_bytes" not in frame:
         return frame
     frame = frame.copy()

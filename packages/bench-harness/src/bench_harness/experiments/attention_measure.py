@@ -17,27 +17,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from bench_harness.attentions import Window, find, forward_only, naive, stores_scores
+import torch
+from torch import Tensor
+
+from bench_harness.attentions import (
+    DTYPES,
+    Attend,
+    Window,
+    find,
+    forward_only,
+    naive,
+    stores_scores,
+)
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.roofline import attention_flops
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
 from bench_harness.workload import ran
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from bench_harness.attentions import Attend
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: "plain" has none; ratios of the others are to it.
-FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
 #: Scores that the reference holds at a time, 64 MB in fp32.
 _SCORES = 2**24
-PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
-CLOCKS = ("device", "wall", "host")
 #: Largest error allowed of output and gradients, as a share of the reference's largest value: one
 #: rounding to the dtype, of inputs and of probabilities.
 TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
@@ -75,8 +75,6 @@ class Problem:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random query, key and value that need gradients, and the output's gradient."""
-        import torch
-
         torch.manual_seed(0)
 
         def random(heads: int, width: int) -> Tensor:
@@ -104,8 +102,6 @@ class Problem:
 
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of an implementation: ``causal``, and what is not the default."""
-        import torch
-
         given: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
             given["window"] = self.window
@@ -121,8 +117,6 @@ class Problem:
 
     def _feature_arguments(self, device: torch.device) -> dict[str, Tensor]:
         """The tensor that the feature adds to the call; what is learned requires a gradient."""
-        import torch
-
         torch.manual_seed(1)
         like: dict[str, Any] = {"device": device, "dtype": getattr(torch, DTYPES[self.dtype])}
         if self.feature == "sinks":
@@ -215,8 +209,6 @@ def exact(
     Returns:
         "out", "dq", "dk" and "dv", and "dsinks" or "dbias" where these are learned.
     """
-    import torch
-
     leaves = {
         name: _checked_heads(problem, name, x).detach().float().requires_grad_()
         for name, x in learned(settings).items()
@@ -265,8 +257,6 @@ def errors(
     Raises:
         ArithmeticError: an error is too large, or a gradient is missing; nothing is timed then.
     """
-    import torch
-
     leaves = learned(settings)
     out = attend()
     if forward_only:
@@ -363,8 +353,6 @@ class Attempts:
     @contextmanager
     def ending(self, name: str) -> Iterator[None]:
         """Excludes an implementation that fails inside; lack of memory ends the whole case."""
-        import torch
-
         try:
             yield
         except torch.OutOfMemoryError:
@@ -405,8 +393,6 @@ class Attempts:
 
     def passes(self, name: str, wanted: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The passes of an implementation; backward alone reuses one graph."""
-        import torch
-
         attend, (*_, grad_out) = self.calls[name], self.tensors
         for each in wanted:
             if forward_only(name) and each != "forward":
@@ -448,8 +434,6 @@ def _saved_bytes(
     attend: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device
 ) -> int:
     """Bytes that forward leaves allocated: its output and what autograd keeps, inputs left out."""
-    import torch
-
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         out = attend()
@@ -580,8 +564,6 @@ def measured(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
-    import torch
-
     everyone = [Attempts(config["variants"], problem, device) for problem in group]
     for attempts in everyone:
         progress(f"{attempts.problem.name}: comparing with the reference")
@@ -675,8 +657,6 @@ def _through(
     backward: bool,
 ) -> float:
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
-    import torch
-
     samples = Samples()
     with record_sample(samples, device), torch.set_grad_enabled(backward):
         for query, key, value, grad_out in inputs:

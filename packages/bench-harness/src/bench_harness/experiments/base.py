@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Figure, Row, Table, option, plural, registered
 from bench_harness.environment import gpu_count, resolve_device
+from bench_harness.traces import nsight
 from bench_harness.workload import DIMENSIONS, too_large
 
 if TYPE_CHECKING:
@@ -184,8 +185,6 @@ class Experiment(abc.ABC):
 
         Such a case is skipped. By default: GPUs, memory, and Nsight Systems.
         """
-        from bench_harness.traces import nsight
-
         config = case.config
         if (why := too_large(config)) is not None:
             return why

@@ -7,11 +7,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench_harness import roofline, timing
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
+from bench_harness.roofline import forward_flops, step_bytes
 from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
+from bench_harness.user_code import workload_of
+from bench_harness.workload import (
+    ATTENTIONS,
+    PRECISIONS,
+    SIZES,
+    billions,
+    compute_dtype,
+    device_of,
+    language_model_config,
+    precision_context,
+    ran_in_model,
+    shape_row,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -104,9 +118,6 @@ class Model(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures every variant of the case in turns."""
-        from bench_harness import roofline, timing
-        from bench_harness.workload import compute_dtype, device_of, precision_context, ran_in_model
-
         config = case.config
         device = device_of(config["device"])
         progress("building the model")
@@ -153,7 +164,6 @@ class Model(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
-        from bench_harness import roofline
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -265,8 +275,6 @@ def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings
 
 def _least_bytes(parameters: int, config: Any, phase: str) -> int:
     """Memory traffic of parameters, gradients and optimizer state in a phase."""
-    from bench_harness.roofline import step_bytes
-
     parts = step_bytes(parameters, config["optimizer"])
     return sum(parts.values()) if phase == "step" else parts[phase.removeprefix("training ")]
 
@@ -274,10 +282,6 @@ def _least_bytes(parameters: int, config: Any, phase: str) -> int:
 def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
     """Shape, parameters, tokens, and the operations of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
-
-    from bench_harness.roofline import forward_flops
-    from bench_harness.user_code import workload_of
-    from bench_harness.workload import language_model_config, shape_row
 
     if "model" in config:
         workload = workload_of(config, device, precision=config["variants"][0]["precision"])

@@ -13,6 +13,7 @@ from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, opti
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
 from bench_harness.distributed import default_world_size, run_on_ranks
+from bench_harness.experiments.allreduce import fit_table
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.timing import SamplingOptions
 from bench_harness.traces.step import OPTIMIZER, PARTS
@@ -481,8 +482,6 @@ def _latest_gathers(profiled: pd.DataFrame) -> Table:
 def _all_reduces(held: pd.DataFrame) -> list[Table]:
     """The cost of a call and of a byte of all-reduces alone, where cases timed them."""
     import pandas as pd
-
-    from bench_harness.experiments.allreduce import fit_table
 
     sizes = [
         {"backend": "nccl" if row["device"] == "cuda" else "gloo", "variant": "all_reduce"}
