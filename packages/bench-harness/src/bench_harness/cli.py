@@ -175,8 +175,8 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
         user_code.refuse_ignored(values, written)
         return experiment.name, experiment.cases(**values), [(experiment.name, values)], None
 
-    own = [*options.parameters(experiment), _parameter("context", typer.Context)]
-    return _measuring(plan, own, given)
+    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+    return _measuring(plan, [*options.parameters(experiment), context], given)
 
 
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
@@ -184,11 +184,11 @@ def _run_command(given: Sequence[str]) -> Callable[..., int]:
         chosen = options.load_preset(preset)
         return chosen.name, chosen.cases(), chosen.runs, preset
 
-    return _measuring(plan, [_parameter("preset", PresetOrFile)], given)
+    asked = inspect.Parameter("preset", _KEYWORD, annotation=PresetOrFile)
+    return _measuring(plan, [asked], given)
 
 
-def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _measuring(
@@ -196,66 +196,68 @@ def _measuring(
 ) -> Callable[..., int]:
     """A command that measures what ``plan`` makes of its own parameters."""
 
-    def command(
-        *,
-        output: Path | None,
-        only: str,
-        dry_run: bool,
-        timeout: float | None,
-        as_json: bool,
-        **values: Any,
-    ) -> int:
-        from rich.console import Console
+    def command(**values: Any) -> int:
+        shared = {each.name: values.pop(each.name) for each in every_run}
+        return _measure(plan(**values), given, **shared)
 
-        from bench_harness import session
-
-        name, cases, chosen, preset = plan(**values)
-        request = session.Request(
-            name=name,
-            cases=user_code.identified(cases),
-            options=chosen,
-            command=given,
-            preset=preset,
-            output=output,
-            only=[item.strip() for item in only.split(",") if item.strip()],
-            timeout_s=timeout,
-        )
-        if dry_run:
-            session.dry_run(request, Console(), as_json=as_json)
-            return 0
-        console, tables = Console(stderr=as_json), preset is None and not as_json
-        done = session.measure(request, console, tables=tables, as_json=as_json)
-        return 0 if done else FAILED
-
-    shared = [
-        _of_every_run(
-            "output",
-            Path | None,
-            None,
-            "Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
-        ),
-        _of_every_run(
-            "only",
-            str,
-            "",
-            "Only these experiments, or cases whose label holds a text.",
-            metavar="TEXT,...",
-        ),
-        _of_every_run("dry_run", bool, False, "List the cases and their time so far; run nothing."),
-        _of_every_run(
-            "timeout", float | None, None, "Seconds per case, instead of its own.", min=0.1
-        ),
-        _parameter("as_json", AsJson, False),
-    ]
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in [*own, *shared]}
+    known = inspect.signature(_measure, eval_str=True).parameters.values()
+    every_run = [each for each in known if each.kind == _KEYWORD]
+    every = [*own, *every_run]
+    command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in every}
     return command
 
 
-def _of_every_run(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
-    flag = "--" + name.replace("_", "-")
-    how = typer.Option(flag, help=text, show_default=False, **more)
-    return _parameter(name, Annotated[kind, how], default)
+def _measure(
+    planned: _Plan,
+    given: Sequence[str],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT,...",
+            help="Only these experiments, or cases whose label holds a text.",
+            show_default=False,
+        ),
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the cases and their time so far; run nothing."),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds per case, instead of its own.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """What every command does that measures."""
+    from rich.console import Console
+
+    from bench_harness import session
+
+    name, cases, chosen, preset = planned
+    request = session.Request(
+        name=name,
+        cases=user_code.identified(cases),
+        options=chosen,
+        command=given,
+        preset=preset,
+        output=output,
+        only=[item.strip() for item in only.split(",") if item.strip()],
+        timeout_s=timeout,
+    )
+    if dry_run:
+        session.dry_run(request, Console(), as_json=as_json)
+        return 0
+    console, tables = Console(stderr=as_json), preset is None and not as_json
+    return 0 if session.measure(request, console, tables=tables, as_json=as_json) else FAILED
 
 
 def _report(run: RunFolder, as_json: AsJson = False) -> int:
