@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+#: More lines than this are named in a legend, and not at their ends.
+_NAMED = 6
+
 
 def points(rows: pd.DataFrame, x: str, y: str, ends: tuple[str, str] | None = None) -> pd.DataFrame:
     """The points of a line in the order of ``x``: ``x``, ``y``, ``low``, ``high`` and ``steady``.
@@ -64,11 +67,14 @@ def draw_lines(panels: Sequence[Panel], *, x: str, base: int = 2, columns: int =
         rows=height, columns=columns, width=max(5.6, 3.4 * columns), height=2.9 * height + 0.4
     )
     colour = colours(name for panel in panels for name in panel.lines)
+    at_ends = (columns == 1 and len(colour) <= _NAMED) or any(panel.curve for panel in panels)
     for plot, panel in zip(axes.flat, panels, strict=False):
         _draw(plot, panel, colour, x, base)
+        if at_ends and panel.curve is None:
+            _name_ends(plot, panel.lines, colour)
     for plot in axes.flat[len(panels) :]:
         plot.set_visible(False)
-    if not any(panel.curve for panel in panels):  # else each has its own legend
+    if not at_ends:
         named = {name: line for plot in axes.flat for line, name in _labelled(plot)}
         across = 4 if columns > 1 else 2
         figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=across)
@@ -126,3 +132,19 @@ def _scale(plot: Axes, limits: tuple[float, float], log: bool) -> None:
         plot.yaxis.set_minor_locator(NullLocator())
         plot.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     plot.set_ylim(*limits)
+
+
+def _name_ends(plot: Axes, lines: Mapping[str, pd.DataFrame], colour: Mapping[str, str]) -> None:
+    """Names lines at their right ends, moved apart where they would overlap."""
+    gap = 0.075  # of the height
+    to_share = plot.transData + plot.transAxes.inverted()
+    ends = {name: line["y"].iloc[-1] for name, line in lines.items() if len(line)}
+    right = plot.get_xlim()[1]
+    shares = {name: float(to_share.transform((right, end))[1]) for name, end in ends.items()}
+    placed: dict[str, float] = {}
+    for name in sorted(shares, key=shares.__getitem__):
+        placed[name] = max(shares[name], max(placed.values(), default=-gap) + gap)
+    over = max(0.0, max(placed.values(), default=0.0) - 1.0)
+    for name, place in placed.items():
+        plot.annotate(name, (1.02, place - over), xycoords="axes fraction", color=colour[name],
+                      va="center", fontsize="small")  # fmt: skip
