@@ -23,7 +23,6 @@ from bench_harness.core import Figure, JsonValue, Row, Table, plural
 from bench_harness.display.cells import quantity
 from bench_harness.display.row_tables import steady
 from bench_harness.environment import measured_on, throttled
-from bench_harness.experiments import Experiment
 from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
 from bench_harness.store import ARTIFACTS, Store, StoreError
@@ -125,9 +124,7 @@ def build(store: Store) -> Report:
         raise StoreError(
             f"{store.results} must hold a complete case, but got none. Let a case of the run end."
         )
-    by_name: dict[str, list[Row]] = {}
-    for row in loaded.rows:
-        by_name.setdefault(row["experiment"], []).append(row)
+    by_name = _by("experiment", loaded.rows)
     order = sorted(by_name, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     environments = store.environments()
     return Report(
@@ -169,26 +166,24 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
         summary = "rows of an experiment that is not installed here"
     else:
         summary = experiment.summary
-        tables, figures, problems = _show(experiment, rows)
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row["case_key"], []).append(row)
+        tables = _made(experiment.tables, rows, "tables", problems)
+        figures = _made(experiment.figures, rows, "pictures", problems)
     return Section(
         name=name,
         summary=summary,
-        cases=[_line(own, folder) for own in by_case.values()],
+        cases=[_line(own, folder) for own in _by("case_key", rows).values()],
         tables=tables,
         figures=figures,
         problems=problems,
     )
 
 
-def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Figure], list[str]]:
-    """Tables and pictures. One that fails is reported, and the others are still shown."""
-    problems: list[str] = []
-    tables = _made(experiment.tables, rows, "tables", problems)
-    figures = _made(experiment.figures, rows, "pictures", problems)
-    return tables, figures, problems
+def _by(name: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows by what a column holds, in order of appearance."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[name], []).append(row)
+    return found
 
 
 def _made(
@@ -203,12 +198,9 @@ def _made(
         return make(to_frame(rows))
     except Exception as error:  # noqa: BLE001 - shown in the report
         problem = f"{what}: {where(error)}"
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row["case_key"], []).append(row)
     good: list[Row] = []
     bad: list[str] = []
-    for own in by_case.values():
+    for own in _by("case_key", rows).values():
         try:
             # Others hold nothing that could be shown alone.
             if own[0]["status"] == "ok":
@@ -274,11 +266,8 @@ def headlines(rows: Iterable[Row]) -> list[str]:
     Timings of later experiments stand before others, and those that are sure before those that are
     not: the first sentence can be quoted if there is one that can.
     """
-    by_name: dict[str, list[Row]] = {}
     every = list(rows)
-    for row in every:
-        by_name.setdefault(row["experiment"], []).append(row)
-    latest = list(reversed(by_name.values()))
+    latest = list(reversed(_by("experiment", every).values()))
     timings = [timing for own in latest if (timing := _fastest(own)) is not None]
     timings.sort(key=lambda timing: not timing[0])
     found = [_unfinished(every), *(text for _, text in timings), *map(_peak, latest)]
