@@ -161,9 +161,11 @@ def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
         "class Toy:\n"
         "    def __init__(self, module, *, way: Literal['a', 'b'] = 'a', size: float = 25,\n"
         "                 group: object = None, **unknown: object) -> None: ...\n"
+        "def made(cls, module, **arguments): return cls(module, **arguments)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    known = constructors.Constructor(title="Toy", target="toy_wrappers:Toy")
+    toy, through = "toy_wrappers:Toy", "toy_wrappers:made"
+    known = constructors.Constructor(title="Toy", target=toy, through=through)
     takes = constructors._arguments(known)
     assert takes == {"way": ("a", ["'a'", "'b'"]), "size": (25, ["float"])}
 
