@@ -3,9 +3,9 @@ import torch
 from torch import nn
 
 from bench_harness.core import CaseSkipped
-from bench_harness.subject import imported_module, parse_inputs, scalar_loss
+from bench_harness.training.adapters import Parameters, make_optimizer
 from bench_harness.training.constructors import Call
-from bench_harness.training.optimizers import Parameters, make_optimizer
+from bench_harness.user_code import imported_module, parse_inputs, scalar_loss
 from bench_harness.workload import (
     Workload,
     attention_by_name,

@@ -92,28 +92,13 @@ class RankOutcome:
         return self.error is None and self.exitcode == 0
 
 
-def launch(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    backend: str = "gloo",
-    timeout_s: float = 300.0,
-    start_method: StartMethod | None = None,
-    progress: Progress | None = None,
-) -> list[Any]:
+def launch(function: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> list[Any]:
     """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
 
+    The ranks end together: when one has raised or died, the others are killed.
+
     Args:
-        function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
-        world_size: number of ranks, at least 1.
-        args: picklable arguments.
-        backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
-        timeout_s: seconds after which a rank prints where it is and is killed; also the process
-            group's own timeout for one collective.
-        start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
-            that follows programs rather than forks needs "spawn".
-        progress: shows one line of text. If given, the function also gets ``progress=``, whose
-            lines begin with ``rank N:``.
+        function, world_size, args, how: of :func:`launch_each`, but for ``end_together``.
 
     Returns:
         The functions' results in rank order.
@@ -123,16 +108,7 @@ def launch(
         torch.OutOfMemoryError: a rank ran out of device memory.
         RankError: a rank raised, died or outlived the deadline.
     """
-    outcomes = launch_each(
-        function,
-        world_size,
-        *args,
-        backend=backend,
-        timeout_s=timeout_s,
-        end_together=True,
-        start_method=start_method,
-        progress=progress,
-    )
+    outcomes = launch_each(function, world_size, *args, end_together=True, **how)
     if any(outcome.error is not None for outcome in outcomes):
         import torch
 
@@ -154,16 +130,24 @@ def launch_each(
     start_method: StartMethod | None = None,
     progress: Progress | None = None,
 ) -> list[RankOutcome]:
-    """Calls a function on every rank as :func:`launch` does, and reports how each rank ended.
+    """Calls ``function(rank, world_size, device, *args)`` on every rank, and tells how each ended.
 
     A rank that has stopped itself (SIGSTOP) is killed as soon as every other rank has ended.
 
     Args:
-        function: and the arguments that are not listed here, as of :func:`launch`.
+        function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
+        world_size: number of ranks, at least 1.
+        args: picklable arguments.
+        backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
+        timeout_s: seconds after which a rank prints where it is and is killed.
         collective_timeout_s: the process group's own timeout, which its first connections need as
             well; None for ``timeout_s``.
         end_together: kill the other ranks when one has raised or died. Otherwise they live on to
             their own ends.
+        start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
+            that follows programs rather than forks needs "spawn".
+        progress: shows one line of text. If given, the function also gets ``progress=``, whose
+            lines begin with ``rank N:``.
 
     Returns:
         One outcome for each rank, in rank order.
