@@ -1,24 +1,20 @@
-"""The public functions: attention on dense and on packed batches, and the assignment's class."""
+"""The public functions: attention on dense and on packed batches."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flashattn_triton.caches import attend_to_cache
-from flashattn_triton.compiled_backward import compiled_flash_backward
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import attend_to_documents
 from flashattn_triton.inputs import (
     as_length,
     as_starts,
-    check_dense,
     check_inputs,
     check_varlen,
     in_one_batch,
@@ -32,7 +28,7 @@ from flashattn_triton.mistakes import (
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.op import BACKWARD, FORWARD, PLAIN, attend, operator_arguments
+from flashattn_triton.op import PLAIN, attend
 from flashattn_triton.operator_rules import NOTHING, Given
 from flashattn_triton.problem import (
     CausalArgument,
@@ -479,78 +475,3 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype(first.device.type)
     kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
     return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
-
-
-class FlashAttention2Triton(torch.autograd.Function):
-    """``FlashAttention2Triton.apply(Q, K, V, is_causal=False)``: the Triton kernels as a Function.
-
-    Q is (..., N_q, D), K (..., N_k, D), V (..., N_k, E), with the same leading dimensions (at least
-    one); the output is (..., N_q, E). The scale is 1/sqrt(D); ``is_causal`` lets query i see the
-    keys j <= i. Saves L, Q, K, V, O; L is the natural-log logsumexp, shaped ``Q.shape[:-1]``.
-
-    CUDA tensors take the tier that ``flash_attention`` chooses, the portable one or Hopper's. CPU
-    tensors run in Triton's interpreter if it is active, and are refused if not.
-    :class:`FlashAttention2TritonCompiledBackward` is the same with the backward pass in PyTorch.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit, or Triton cannot run on the device.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """O, with what the backward pass needs saved on ``ctx``."""
-        check_tensors(Q=Q, K=K, V=V)
-        for name, x in (("Q", Q), ("K", K), ("V", V)):
-            if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
-                raise ValueError(
-                    f"{name} must be (..., sequence, head_dim) with Q's leading dimensions, at "
-                    f"least one, but got {tuple(x.shape)} for Q {tuple(Q.shape)}. Reshape or "
-                    f"expand it."
-                )
-        query, key, value = (_as_heads(x) for x in (Q, K, V))
-        check_dense(query, key, value)
-        ctx.arguments = operator_arguments(
-            new_problem(
-                head_dim=Q.shape[-1],
-                causal=bool(is_causal),
-                implementation="auto" if query.is_cuda else "triton",
-            )
-        )
-        out, lse = FORWARD(query, key, value, *ctx.arguments)
-        O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
-        ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)
-        ctx.is_causal = is_causal
-        return O
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV by the Triton kernels."""
-        L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
-        query, key, value, out, grad_out = (_as_heads(x) for x in (Q, K, V, O, dO))
-        lse = L.view(query.shape[:-1])
-        tensors = (query, key, value, out, lse, grad_out, None)
-        gradients = BACKWARD(*tensors, *ctx.arguments, [True, False, False])[:3]
-        dQ, dK, dV = (g.view(x.shape) for g, x in zip(gradients, (Q, K, V), strict=True))
-        return dQ, dK, dV, None
-
-
-class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
-    """:class:`FlashAttention2Triton` with Eq. 13-19 in compiled PyTorch as its backward pass.
-
-    The step between autograd and the Triton kernels: N_q x N_k elements exist during backward.
-    """
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV by :func:`flashattn_triton.compiled_backward.compiled_flash_backward`."""
-        # Detached, because a compiler looks at the history of what it is given, and O has one.
-        L, Q, K, V, O = (x.detach() for x in ctx.saved_tensors)  # noqa: E741 - the paper's name
-        scale = 1.0 / math.sqrt(Q.shape[-1])
-        return *compiled_flash_backward(Q, K, V, O, dO, L, ctx.is_causal, scale), None
-
-
-def _as_heads(x: Tensor) -> Tensor:
-    """(..., N, D) to (B, H, N, D): the last leading dimension becomes heads."""
-    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
