@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from flashattn_triton.caches import attend_to_cache
+from flashattn_triton.caches import places_of_cache
 from flashattn_triton.configs import Tiling
-from flashattn_triton.documents import attend_to_documents
+from flashattn_triton.documents import places_of_documents
 from flashattn_triton.inputs import (
     as_length,
     as_starts,
@@ -409,49 +408,49 @@ def _in_four_dimensions(
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
+    layout = layout or "bhsd"
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
+    more: Any = {"alibi_slopes": alibi_slopes, "sinks": sinks, **keywords}
     if document_ids is not None:
         refuse_with_packed_rows(
             "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
         )
-        out, lse = attend_to_documents(
-            flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
-            alibi_slopes, sinks, max_documents, **keywords,
-        )  # fmt: skip
+        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+        of_documents = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
+        out, lse = _in_joined_rows(rows, of_documents, layout, more)
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
     if key_lengths is not None:
         refuse_with_packed_rows("key_lengths", bias=bias, prefix_lengths=prefix_lengths)
-        out, lse = attend_to_cache(
-            functools.partial(flash_attention_varlen, alibi_slopes=alibi_slopes, sinks=sinks),
-            query, key, value, key_lengths, layout or "bhsd", **keywords,
-        )  # fmt: skip
+        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+        out, lse = _in_joined_rows(rows, places_of_cache(key_lengths, rows), layout, more)
         return (out, lse) if return_lse else out
-    q, k, _ = (heads_first(x, layout or "bhsd") for x in batch)
-    resolved = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        prefix_lengths=prefix_lengths,
-        mask=mask,
-        sinks=sinks,
-        leading=query.shape[:-3],
-        heads=q.shape[1],
-        lengths=(q.shape[2], k.shape[2]),
-        device=query.device,
-    )
+    q, k, _ = (heads_first(x, layout) for x in batch)
+    lengths = (q.shape[2], k.shape[2])
+    resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
+    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved.tensors
     results = flash_attention(
-        *batch,
-        layout=layout,
-        return_lse=True,
-        alibi_slopes=resolved.alibi_slopes,
-        bias=resolved.bias,
-        prefix_lengths=resolved.prefix_lengths,
-        mask=None if resolved.mask is None else resolved.mask[:, None, None, :] != 0,
-        sinks=resolved.sinks,
-        **keywords,
-    )
+        *batch, layout=layout, return_lse=True, alibi_slopes=alibi_slopes, bias=bias,
+        prefix_lengths=prefix_lengths, mask=None if mask is None else mask[:, None, None, :] != 0,
+        sinks=sinks, **keywords,
+    )  # fmt: skip
     out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in results)
     return (out, lse) if return_lse else out
+
+
+def _in_joined_rows(
+    rows: Sequence[Tensor], places: tuple[Any, ...], layout: Layout, keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Output in ``layout`` and logsumexp (..., H, N_q) of (..., N, H, D) tensors, as one row.
+
+    ``places`` of sequences in it: its two ``cu_seqlens`` and ``max_seqlen``.
+    """
+    leading = rows[0].shape[:-2]
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
+    out, lse = flash_attention_varlen(q, k, v, *places, return_lse=True, **keywords)
+    out = out.reshape(*leading, *out.shape[1:])
+    lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
+    return out.movedim(-2, -3) if layout == "bhsd" else out, lse
 
 
 def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:

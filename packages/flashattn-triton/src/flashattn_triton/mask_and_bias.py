@@ -138,12 +138,7 @@ NO_MASK_OR_BIAS = MaskAndBias()
 
 
 def resolve_mask_and_bias(
-    *,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    prefix_lengths: Tensor | None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
+    given: Sequence[Tensor | None],
     leading: Sequence[int],
     heads: int,
     lengths: tuple[int, int],
@@ -152,12 +147,12 @@ def resolve_mask_and_bias(
     """Checks user arguments and brings them into one shape.
 
     Args:
-        alibi_slopes: fp32, (H,) or (*leading, H); constants, without a gradient.
-        bias: fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k).
-        prefix_lengths: integers, of shape ``leading``. What is below 0 counts as 0, and what is
-            above N_k as N_k, so that values need not be read on the host.
-        mask: (*leading, N_k) uint8, as :func:`~flashattn_triton.masks.with_mask` returns it.
-        sinks: (H,), floating.
+        given: tensors :data:`NAMES`. ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias
+            is fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k); prefix lengths are
+            integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
+            N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
+            uint8, as :func:`~flashattn_triton.masks.with_mask` returns it; sinks are (H,),
+            floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
         lengths: N_q and N_k.
@@ -167,6 +162,7 @@ def resolve_mask_and_bias(
         ValueError: naming the argument, what it must be and what was given.
         TypeError: not a tensor.
     """
+    alibi_slopes, bias, prefix_lengths, mask, sinks = given
     if sinks is not None:
         check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
@@ -230,17 +226,9 @@ def normalised(
         return given
     rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
     first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    resolved = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        prefix_lengths=prefix_lengths,
-        mask=mask,
-        sinks=sinks,
-        leading=(first,),
-        heads=query.shape[heads],
-        lengths=(query.shape[rows], key.shape[rows]),
-        device=query.device,
-    )
+    lengths = (query.shape[rows], key.shape[rows])
+    tensors = given[: len(NAMES)]
+    resolved = resolve_mask_and_bias(tensors, (first,), query.shape[heads], lengths, query.device)
     if prefix_lengths is not None:
         check_prefix_options(problem)
     return (*resolved.tensors, *starts)
