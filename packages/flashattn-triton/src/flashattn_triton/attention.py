@@ -14,11 +14,10 @@ from flashattn_triton.documents import places_of_documents
 from flashattn_triton.inputs import (
     as_length,
     as_starts,
-    check_inputs,
     check_varlen,
     in_one_batch,
 )
-from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
+from flashattn_triton.mask_and_bias import resolve_mask_and_bias
 from flashattn_triton.masks import with_mask, without_unseen_keys
 from flashattn_triton.mistakes import (
     check_tensors,
@@ -28,7 +27,7 @@ from flashattn_triton.mistakes import (
     warn_of_layout,
 )
 from flashattn_triton.op import PLAIN, attend
-from flashattn_triton.operator_rules import NOTHING, Given
+from flashattn_triton.operator_rules import NOTHING
 from flashattn_triton.problem import (
     CausalArgument,
     Implementation,
@@ -36,9 +35,7 @@ from flashattn_triton.problem import (
     Layout,
     OptionKeywords,
     PackedKeywords,
-    Problem,
     Window,
-    as_given,
     check_layout,
     heads_first,
     new_problem,
@@ -217,10 +214,7 @@ def flash_attention(
     n_keys = key.shape[rows] if key.dim() == 4 else n_queries
     if n_queries != n_keys and (causal or window is not None):
         key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
-    if problem.implementation == "reference":
-        out, lse = _reference(problem, query, key, value, given)
-    else:
-        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     if layout is None and not torch.compiler.is_compiling() and first > second:
@@ -360,35 +354,10 @@ def flash_attention_varlen(
     except TypeError:
         _refuse_keywords_of_packed_calls({**keywords})
         raise
-    if problem.implementation == "reference":
-        out, lse = _reference(problem, query, key, value, given)
-    else:
-        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True and lengths[0] != lengths[1]:
         warn_of_alignment(*lengths, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
-
-
-def _reference(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
-) -> tuple[Tensor, Tensor | None]:
-    """Output and logsumexp by the definition, with its own derivatives."""
-    from flashattn_triton.reference import attention_reference, attention_reference_varlen
-
-    *_, starts_q, starts_k = given
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    check_inputs(problem, query, key, value, starts_q, starts_k)
-    mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
-    with torch.autocast(query.device.type, enabled=False):
-        if starts_q is not None and starts_k is not None:
-            out, lse = attention_reference_varlen(
-                query, key, value, starts_q, starts_k, problem, mask_and_bias, dtype=dtype
-            )
-        else:
-            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
-            out = as_given(out, problem.layout)
-    return out.to(problem.out_dtype or query.dtype), lse
 
 
 def _in_four_dimensions(

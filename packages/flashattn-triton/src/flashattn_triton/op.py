@@ -230,12 +230,12 @@ def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
 # ---- the operators -------------------------------------------------------------------------------
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_PROBLEM = (
-    f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, str layout, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, str causal, float scale, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, str implementation, bool fp32_out, "
-    "bool largest_only, int[] tiling"
+NUMBERS = (  # of Problem.pack
+    "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, float scale, "
+    "SymInt window_left, SymInt window_right, float softcap, bool deterministic, "
+    "str implementation, bool fp32_out, bool largest_only, int[] tiling"
 )
+_PROBLEM = f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, {NUMBERS}"
 FP32_OUT, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
@@ -664,10 +664,15 @@ def attend(
     Raises:
         ValueError: a tensor is not what the public functions describe.
     """
-    call = _cached_call(problem, query, key, value, given)
+    by_definition = problem.implementation == "reference"
+    call = None if by_definition else _cached_call(problem, query, key, value, given)
     if call is None:
         check_inputs(problem, query, key, value, *given[STARTS:])
         given = normalised(problem, query, key, given)
+        if by_definition:
+            from flashattn_triton.reference import attend_by_definition
+
+            return attend_by_definition(problem, query, key, value, given)
         if type(query) not in PLAIN:
             register_for(query, FORWARD, BACKWARD)
         out, lse = FORWARD(query, key, value, *given, *problem.pack())

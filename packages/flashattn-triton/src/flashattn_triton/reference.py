@@ -17,13 +17,14 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.problem import Problem, diagonal_offset
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, mask_and_bias_of
+from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_first
 
 
 def visibility_mask(
@@ -168,3 +169,25 @@ def attention_reference_varlen(
         F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned)),
         F.pad(torch.cat(logsumexps, dim=-1), (0, unowned), value=float("-inf")),
     )
+
+
+def attend_by_definition(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp, with their own derivatives, of tensors in the layout of ``problem``.
+
+    They are computed in fp32, or in float64 for such tensors. ``given`` are those of
+    :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape, as the others.
+    """
+    *_, starts_q, starts_k = given
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    how = (problem, mask_and_bias_of(given))
+    with torch.autocast(query.device.type, enabled=False):
+        if starts_q is not None and starts_k is not None:
+            starts = (starts_q, starts_k)
+            out, lse = attention_reference_varlen(query, key, value, *starts, *how, dtype=dtype)
+        else:
+            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+            out, lse = attention_reference(q, k, v, *how, dtype=dtype)
+            out = as_given(out, problem.layout)
+    return out.to(problem.out_dtype or query.dtype), lse

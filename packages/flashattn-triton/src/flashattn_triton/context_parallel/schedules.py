@@ -30,25 +30,23 @@ from flashattn_triton.context_parallel.choice import heads_of_piece
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
 from flashattn_triton.context_parallel.peer_memory import memory_for
 from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
-from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
+from flashattn_triton.context_parallel.zigzag import Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
-from flashattn_triton.problem import OptionKeywords
+from flashattn_triton.problem import OptionKeywords, Problem
 
 
 @dataclass(frozen=True)
 class Setting:
     """One rank's place in the problem.
 
-    ``sinks``: (H,) or None. ``communication``: of a ring. ``options``: keywords of every call:
-    scale, softcap, deterministic and implementation.
+    ``problem``: of all ranks' tokens. ``sinks``: (H,) or None. ``communication``: of a ring.
     """
 
     group: dist.ProcessGroup
     order: Zigzag
-    band: Band
+    problem: Problem
     sinks: Tensor | None
     communication: str
-    options: OptionKeywords
 
     @property
     def rank(self) -> int:
@@ -57,7 +55,20 @@ class Setting:
 
     def calls(self, source: int | None, rank: int | None = None) -> tuple[Call, ...]:
         """The calls for this rank's queries and the keys of ``source``, of all ranks if None."""
-        return self.order.calls(self.rank if rank is None else rank, source, self.band)
+        return self.order.calls(self.rank if rank is None else rank, source, self.problem.band)
+
+    def options(self, call: Call) -> OptionKeywords:
+        """Keywords of a call."""
+        causal, window = call.mask
+        problem = self.problem
+        return {
+            "causal": causal,
+            "window": window,
+            "scale": problem.scale,
+            "softcap": problem.softcap,
+            "deterministic": problem.deterministic,
+            "implementation": problem.implementation,
+        }
 
     def is_read(self, step: int) -> bool:
         """Whether the rank ``step`` behind this one has calls for this rank's keys."""
@@ -268,8 +279,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of the queries of ``call``, packed."""
     tensors = (query[call.queries], key[call.keys], value[call.keys])
-    causal, window = call.mask
-    options: Any = {"causal": causal, "window": window, **setting.options, **more}
+    options: Any = {**setting.options(call), **more}
     if call.is_dense:
         q, k, v = (x.unsqueeze(0) for x in tensors)
         out, lse = flash_attention(q, k, v, layout="bshd", return_lse=True, **options)
@@ -291,8 +301,7 @@ def _differentiate(
     q, k, v = (x[of] for x, of in zip(tensors, rows, strict=True))
     sums = [x[of] for x, of in zip(into, rows, strict=True)]
     out, lse, grad_out, grad_lse = results.of(call.queries)
-    causal, window = call.mask
-    options: Any = {"causal": causal, "window": window, **setting.options}
+    options: Any = {**setting.options(call)}
     if call.is_dense:
         q, k, v, out, lse, grad_out = (x.unsqueeze(0) for x in (q, k, v, out, lse, grad_out))
         sums = [x.unsqueeze(0) for x in sums]
