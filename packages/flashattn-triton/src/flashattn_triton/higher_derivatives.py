@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashattn_triton.mask_and_bias import MaskAndBias, mask_and_bias_of
+from flashattn_triton.mask_and_bias import MaskAndBias, mask_and_bias_of, parts_of_batch
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
-from flashattn_triton.tiled import sequences, tiles
+from flashattn_triton.tiled import tiles
 
 Tensors = Sequence[Tensor | None]
 Range = tuple[int, int]
@@ -144,10 +144,8 @@ def _parts(
         for x in (*inputs[:3], *direction[:3], out, lse, *results)
     )
     tbias, tsinks = direction[3:]
-    spans = [(slice(None),) * 2]
-    if problem.packed:
-        spans = list(sequences(*given[-2:]))  # type: ignore[arg-type]
-    for i, (rows, columns) in enumerate(spans):
+    starts_q, starts_k = given[-2:]
+    for rows, columns, tensors in parts_of_batch(starts_q, starts_k, mask_and_bias):
 
         def cut(x: Tensor | None, span: slice = rows) -> Tensor | None:
             return None if x is None else x[:, :, span]
@@ -158,7 +156,7 @@ def _parts(
             (tbias, tsinks),
             [cut(x) for x in of_queries],
             problem,
-            mask_and_bias.sequence(i) if problem.packed else mask_and_bias,
+            tensors,
         )
 
 

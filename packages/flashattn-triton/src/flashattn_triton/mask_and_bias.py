@@ -16,7 +16,8 @@ Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +136,21 @@ class MaskAndBias:
 
 
 NO_MASK_OR_BIAS = MaskAndBias()
+
+
+def parts_of_batch(
+    starts_q: Tensor | None, starts_k: Tensor | None, mask_and_bias: MaskAndBias
+) -> Iterator[tuple[slice, slice, MaskAndBias]]:
+    """Rows of queries, rows of keys and tensors: of each packed sequence, or the whole batch.
+
+    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed.
+    """
+    if starts_q is None or starts_k is None:
+        yield slice(None), slice(None), mask_and_bias
+        return
+    spans = ([slice(*x) for x in itertools.pairwise(y.tolist())] for y in (starts_q, starts_k))
+    for i, (rows, columns) in enumerate(zip(*spans, strict=True)):
+        yield rows, columns, mask_and_bias.sequence(i)
 
 
 def resolve_mask_and_bias(

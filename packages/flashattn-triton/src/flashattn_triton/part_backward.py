@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_length, as_starts, check_inputs
+from flashattn_triton.inputs import as_length, check_inputs, given_starts
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import normalised
 from flashattn_triton.masks import without_unseen_keys
@@ -99,11 +99,8 @@ def flash_attention_backward(
             "Call it from a function under torch.compiler.disable."
         )
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
-    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
-    elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
+    packed = cu_seqlens_q is not None
     longest = (as_length(max_seqlen_q), as_length(max_seqlen_k)) if packed else (0, 0)
     lengths = (query.shape[0], key.shape[0])
     problem = new_problem(

@@ -16,14 +16,18 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, mask_and_bias_of
+from flashattn_triton.mask_and_bias import (
+    NO_MASK_OR_BIAS,
+    MaskAndBias,
+    mask_and_bias_of,
+    parts_of_batch,
+)
 from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_first
 
 
@@ -148,20 +152,10 @@ def attention_reference_varlen(
         the last sequence.
     """
     outputs, logsumexps = [], []
-    spans = zip(
-        itertools.pairwise(cu_seqlens_q.tolist()),
-        itertools.pairwise(cu_seqlens_k.tolist()),
-        strict=True,
-    )
-    for i, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
-        out, logsumexp = attention_reference(
-            query[q_start:q_end].transpose(0, 1)[None],
-            key[k_start:k_end].transpose(0, 1)[None],
-            value[k_start:k_end].transpose(0, 1)[None],
-            problem,
-            mask_and_bias.sequence(i),
-            dtype=dtype,
-        )
+    q, k, v = (heads_first(x, "thd") for x in (query, key, value))
+    for rows, columns, tensors in parts_of_batch(cu_seqlens_q, cu_seqlens_k, mask_and_bias):
+        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        out, logsumexp = attention_reference(*part, problem, tensors, dtype=dtype)
         outputs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
     unowned = query.shape[0] - sum(len(out) for out in outputs)

@@ -12,7 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_starts
+from flashattn_triton.inputs import given_starts
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import attend
 from flashattn_triton.operator_rules import NOTHING, Given
@@ -58,14 +58,11 @@ def largest_scores(
         TypeError: not a tensor.
     """
     check_tensors(query=query, key=key)
-    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, None, None)
-    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        if bias is not None:
-            raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
-        given = (*given[:5], *as_starts(cu_seqlens_q, cu_seqlens_k))
-    elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    starts = given_starts(cu_seqlens_q, cu_seqlens_k)
+    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, *starts)
+    packed = starts[0] is not None
+    if packed and bias is not None:
+        raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
     if keywords.get("implementation") == "hopper":
         keywords["implementation"] = "triton"
     longest = (query.shape[0], key.shape[0]) if packed else (0, 0)

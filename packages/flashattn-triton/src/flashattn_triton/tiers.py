@@ -8,7 +8,7 @@ addresses on, so that no layout costs views; the tiled computation looks at (B, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from flashattn_triton.dispatch import Plan
 from flashattn_triton.launch import Packing, empty_result, empty_row_statistic, unit_last_stride
 from flashattn_triton.logsumexp import sinks_gradient
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, heads_first
 
 # (query, key, value, packing=None, mask_and_bias=...) to output and logsumexp.
@@ -222,10 +222,10 @@ def _tiled_forward(
     out = empty_result(query, value.shape[-1], problem.layout, problem.out_dtype).zero_()
     lse = empty_row_statistic(q).fill_(float("-inf"))
     (o,) = _views((out,), problem)
-    for rows, columns, tensors in _sequences(packing, mask_and_bias):
-        o[:, :, rows], lse[:, :, rows] = tiled_forward(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, tensors
-        )
+    for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
+        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        if part[0].shape[2]:  # there may be thousands of empty sequences
+            o[:, :, rows], lse[:, :, rows] = tiled_forward(*part, problem, tensors)
     # A Function refuses to have its output changed in place if that is a view.
     out = query.new_empty(0) if problem.largest_only else out.detach()
     return out, lse.squeeze(0).detach() if problem.packed else lse
@@ -253,26 +253,18 @@ def _tiled_backward(
     q, k, v, o, do = _views((*inputs, out, grad_out), problem)
     lse, dl = _rows_view(logsumexp, problem), _rows_view(grad_logsumexp, problem)
     assert lse is not None
-    for rows, columns, tensors in _sequences(packing, mask_and_bias):
-        gradients = tiled_backward(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows], lse[:, :, rows],
-            do[:, :, rows], None if dl is None else dl[:, :, rows], problem, tensors,
-        )  # fmt: skip
+    for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
+        inputs = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        results = (o[:, :, rows], lse[:, :, rows], do[:, :, rows])
+        if not inputs[0].shape[2]:
+            continue
+        grad_lse = None if dl is None else dl[:, :, rows]
+        gradients = tiled_backward(*inputs, *results, grad_lse, problem, tensors)
         spans = (rows, columns, columns)
         for total, part, span in zip(_views(sums, problem), gradients, spans, strict=True):
             total[:, :, span] += part
     return tuple(x.detach() for x in sums)
 
 
-def _sequences(
-    packing: Packing | None, mask_and_bias: MaskAndBias
-) -> Iterator[tuple[slice, slice, MaskAndBias]]:
-    """Rows of queries and of keys, and the tensors, of a dense batch or each packed sequence."""
-    if packing is None:
-        yield slice(None), slice(None), mask_and_bias
-        return
-    from flashattn_triton.tiled import sequences
-
-    for i, spans in enumerate(sequences(packing.cu_seqlens_q, packing.cu_seqlens_k)):
-        if any(span.start < span.stop for span in spans):  # there may be thousands
-            yield *spans, mask_and_bias.sequence(i)
+def _starts(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if packing is None else packing[:2]

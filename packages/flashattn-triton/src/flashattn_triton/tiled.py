@@ -14,7 +14,6 @@ folded as :mod:`flashattn_triton.score_tiles` says.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import torch
@@ -220,13 +219,3 @@ def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
     """The ranges that cut ``length`` into pieces of at most ``size``."""
     for start in range(0, length, size):
         yield start, min(start + size, length)
-
-
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Where each sequence lies in the packed queries and in the packed keys."""
-    for (q_start, q_end), (k_start, k_end) in zip(
-        itertools.pairwise(cu_seqlens_q.tolist()),
-        itertools.pairwise(cu_seqlens_k.tolist()),
-        strict=True,
-    ):
-        yield slice(q_start, q_end), slice(k_start, k_end)
