@@ -34,7 +34,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashattn_triton.mask_and_bias import MaskAndBias, mask_and_bias_of, parts_of_batch
+from flashattn_triton.mask_and_bias import (
+    MaskAndBias,
+    bias_of_tile,
+    mask_and_bias_of,
+    parts_of_batch,
+)
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
 from flashattn_triton.tiled import tiles
@@ -251,17 +256,10 @@ class _Part:
             curvature = -2 / softcap * capped * slope * tangent
             tangent = tangent * slope
         if self.tbias is not None:
-            cuts = (
-                slice(None) if n == 1 else slice(*span)
-                for n, span in zip(self.tbias.shape[2:], (queries, keys), strict=True)
-            )
-            shape = (
-                self.scores.batch,
-                self.scores.heads,
-                queries[1] - queries[0],
-                keys[1] - keys[0],
-            )
-            tangent = tangent + self._folded(self.tbias[:, :, *cuts].expand(shape))
+            lengths = (queries[1] - queries[0], keys[1] - keys[0])
+            tbias = bias_of_tile(self.tbias, queries, keys)
+            tbias = tbias.expand(self.scores.batch, self.scores.heads, *lengths)
+            tangent = tangent + self._folded(tbias)
         return p, tangent, slope, curvature
 
     def _rows(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
@@ -322,12 +320,7 @@ class _Part:
                 ds, tds = p * dp, tp * dp + p * tdp
                 dv[j] = dv[j] + tp.transpose(1, 2) @ do
                 if bias is not None:
-                    cut = dbias[
-                        :,
-                        :,
-                        slice(None) if bias.shape[2] == 1 else slice(*queries),
-                        slice(None) if bias.shape[3] == 1 else columns,
-                    ]
+                    cut = bias_of_tile(dbias, queries, keys)
                     cut += self.scores.unfold_tile(tds, queries).sum_to_size(cut.shape)
                 if slope is not None and curvature is not None:
                     ds, tds = ds * slope, tds * slope + ds * curvature

@@ -116,11 +116,7 @@ class MaskAndBias:
         """
         total = None
         if self.bias is not None:
-            rows, columns = (
-                slice(None) if n == 1 else slice(*span)
-                for n, span in zip(self.bias.shape[2:], (queries, keys), strict=True)
-            )
-            bias = self.bias[:, :, rows, columns]
+            bias = bias_of_tile(self.bias, queries, keys)
             total = bias.masked_fill(bias <= HIDDEN_BIAS, float("-inf")).to(dtype)
         if self.alibi_slopes is not None:
             device = self.alibi_slopes.device
@@ -136,6 +132,21 @@ class MaskAndBias:
 
 
 NO_MASK_OR_BIAS = MaskAndBias()
+
+
+def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """The part of a bias, or its gradient, for ranges of queries and keys, which may share it."""
+    rows, columns = (
+        slice(None) if n == 1 else slice(*span)
+        for n, span in zip(bias.shape[2:], (queries, keys), strict=True)
+    )
+    return bias[:, :, rows, columns]
+
+
+def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``full``."""
+    sizes = zip(shape[::-1], full[::-1], strict=False)
+    return len(shape) <= len(full) and all(n in (1, whole) for n, whole in sizes)
 
 
 def parts_of_batch(
@@ -294,10 +305,7 @@ def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
 
 def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
     sizes = tuple(bias.shape)
-    fits = len(sizes) <= len(shape) and all(
-        n in (1, full) for n, full in zip(sizes[::-1], shape[::-1], strict=False)
-    )
-    if not fits or bias.dtype not in (*DTYPES, torch.float64):
+    if not broadcasts(sizes, shape) or bias.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {shape} "
             f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it size "

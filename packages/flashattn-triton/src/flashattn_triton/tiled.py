@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, bias_of_tile
 from flashattn_triton.problem import Problem
 from flashattn_triton.score_tiles import ScoreTiles, accumulation_dtype, fold, unfold
 
@@ -176,9 +176,7 @@ def tiled_bias_backward(
         for queries, keys, _, ds, _ in _gradients_of_scores(
             score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
         ):
-            rows = slice(*queries) if bias.shape[2] > 1 else slice(None)
-            columns = slice(*keys) if bias.shape[3] > 1 else slice(None)
-            target = total[:, :, rows, columns]
+            target = bias_of_tile(total, queries, keys)
             target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
     return total.to(bias.dtype)
 

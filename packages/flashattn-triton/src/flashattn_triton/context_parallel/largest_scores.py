@@ -15,9 +15,8 @@ from torch import Tensor
 from flashattn_triton import score_maximum
 from flashattn_triton.context_parallel.agreement import lost_ranks_named
 from flashattn_triton.context_parallel.attention import ContextKeywords, packed_problem
-from flashattn_triton.context_parallel.choice import heads_of_piece
-from flashattn_triton.context_parallel.communication import gather
 from flashattn_triton.context_parallel.operator import setting_of
+from flashattn_triton.context_parallel.schedules import gathered
 from flashattn_triton.context_parallel.tokens import Group, ranks_of
 
 
@@ -61,11 +60,8 @@ def largest_scores(
         "largest scores", q, k, k, None, starts, rows, "all-gather", ranks.group_name, "messages",
         *problem.pack(),
     )  # fmt: skip
-    groups, ratio = k.shape[1], q.shape[1] // k.shape[1]
-    size, found = heads_of_piece(groups), q.new_full((q.shape[1],), float("-inf")).float()
-    for first in range(0, groups, size):
-        heads = slice(first * ratio, min(first + size, groups) * ratio)
-        keys = gather(ranks, setting.order, k[:, first : first + size]).wait()
+    found = q.new_full((q.shape[1],), float("-inf")).float()
+    for heads, (keys,) in gathered(setting, q, k):
         for call in setting.calls(None):
             starts_q, starts_k = call.starts(q.device)
             part = score_maximum.largest_scores(

@@ -201,7 +201,7 @@ def all_gather_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (n, H, E) in query's dtype, and logsumexp (H, n)."""
     out, lse = _before_all_keys(query, value, query.dtype)
-    for heads, (k, v) in _gathered(setting, query, key, value):
+    for heads, (k, v) in gathered(setting, query, key, value):
         sinks = None if setting.sinks is None else setting.sinks[heads]
         for call in setting.calls(None):
             part, part_lse = _attend(setting, call, query[:, heads], k, v, sinks=sinks)
@@ -220,7 +220,7 @@ def all_gather_backward(
     dq = _zeros(query)
     summed: list[list[Tensor]] = []
     returning: list[UnderWay[Tensor]] = []  # of the piece before
-    for heads, (k, v) in _gathered(setting, query, key, value):
+    for heads, (k, v) in gathered(setting, query, key, value):
         into = (dq[:, heads], _zeros(k), _zeros(v))
         of_heads = results.of(slice(None), heads)
         for call in setting.calls(None):
@@ -232,21 +232,22 @@ def all_gather_backward(
     return dq, dk, dv
 
 
-def _gathered(
-    setting: Setting, query: Tensor, key: Tensor, value: Tensor
+def gathered(
+    setting: Setting, query: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Some query heads, and the keys and values of all ranks that they read, piece by piece.
+    """Some query heads, and what they read of all ranks' keys and values, piece by piece.
 
     While the caller uses a piece, the next one is on its way.
     """
-    groups, ratio = key.shape[1], query.shape[1] // key.shape[1]
+    groups = tensors[0].shape[1]
+    ratio = query.shape[1] // groups
     size = heads_of_piece(groups)
     coming: list[UnderWay[Tensor]] = []
     for start in range(0, groups + size, size):
         arrived = [x.wait() for x in coming]
         heads = slice(start, min(start + size, groups))
         if start < groups:
-            coming = [gather(setting.group, setting.order, x[:, heads]) for x in (key, value)]
+            coming = [gather(setting.group, setting.order, x[:, heads]) for x in tensors]
         if arrived:
             yield slice((start - size) * ratio, min(start, groups) * ratio), arrived
 

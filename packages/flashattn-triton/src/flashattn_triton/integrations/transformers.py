@@ -23,7 +23,7 @@ included), D head_dim, E head_dim of value, T tokens that are not padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -233,8 +233,8 @@ def attention_forward(
                     f"{name} must be None with {NAME} over ranks, but got a tensor. Register it "
                     f"without context_parallel."
                 )
-        starts = cu_seq_lens_q
-        return _attend_over_ranks(query, key, value, context_parallel, starts, options), None
+        tensors = (query, key, value)
+        return _attend_over_ranks(tensors, context_parallel, cu_seq_lens_q, options), None
     traced = torch.compiler.is_compiling() and attention_mask is not None
     documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
     packed = cu_seq_lens_q is not None or (
@@ -255,14 +255,16 @@ def attention_forward(
             f"sequences of queries and of keys start, which may be one tensor."
         )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        return _attend_packed(
-            query,
-            key,
-            value,
-            (cu_seq_lens_q, cu_seq_lens_k),
-            (kwargs.get("max_length_q"), kwargs.get("max_length_k")),
-            options,
-        ), None
+        if query.shape[0] != 1:
+            raise ValueError(
+                f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
+                f"{query.shape[0]}. Flatten the batch into one row."
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        starts = (cu_seq_lens_q, cu_seq_lens_k)
+        longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
+        out = flash_attention_varlen(q, k, v, *starts, *longest, **options)
+        return out[None], None
     if attention_mask is None or documents is not None:
         if documents is not None:
             options |= {"document_ids": documents, "max_documents": max_documents}
@@ -289,45 +291,18 @@ def _dropout_settings(module: nn.Module) -> str:
 
 
 def _attend_over_ranks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Any,
-    starts: Tensor | None,
-    options: dict[str, Any],
+    tensors: Sequence[Tensor], group: Any, starts: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Attention to the tokens of all ranks that share the sequences."""
     from flashattn_triton.context_parallel import context_parallel_attention
 
     if starts is None:
-        out = context_parallel_attention(query, key, value, group, layout="bhsd", **options)
+        q, k, v = tensors
+        out = context_parallel_attention(q, k, v, group, layout="bhsd", **options)
         return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in tensors)
     out = context_parallel_attention(q, k, v, group, cu_seqlens=starts, **options)
     return out.unsqueeze(0)  # type: ignore[no-any-return]
-
-
-def _attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: tuple[Tensor, Tensor],
-    longest: tuple[int | None, int | None],
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention within the sequences that make up the only row of the batch."""
-    if query.shape[0] != 1:
-        raise ValueError(
-            f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
-            f"{query.shape[0]}. Flatten the batch into one row."
-        )
-    # Without them the kernels launch for the longest sequence that is possible.
-    longest_q, longest_k = (None if limit is None else int(limit) for limit in longest)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_q, cu_k = (x.int() for x in starts)
-    out = flash_attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
-    assert isinstance(out, Tensor)
-    return out[None]
 
 
 def _attend_masked(
