@@ -221,7 +221,7 @@ def step_bytes(parameters: int, optimizer: str | None = None) -> dict[str, int]:
 
     Args:
         parameters: their number.
-        optimizer: "adamw", "adamw-basics" or "sgd"; None leaves the optimizer out.
+        optimizer: "adamw" or "sgd"; None leaves the optimizer out.
     """
     passes = {None: 0, "sgd": 3}.get(optimizer, 7)
     return {

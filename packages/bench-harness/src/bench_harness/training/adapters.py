@@ -332,11 +332,6 @@ def plain(
     return cls(over.module.parameters(), **arguments)
 
 
-def basics(cls: Callable[..., Any], over: Parameters, *, lr: float = 1e-4, **arguments: Any) -> Any:
-    """The optimizer of basics-model."""
-    return cls(over.module.parameters(), lr=lr, **arguments)
-
-
 def muon(
     cls: Callable[..., Any],
     over: Parameters,

@@ -115,7 +115,6 @@ OPTIMIZERS: Mapping[str, Constructor] = {
     "adamw": _optimizer("AdamW", "torch.optim:AdamW", "plain"),
     "sgd": _optimizer("SGD", "torch.optim:SGD", "plain"),
     "muon": _optimizer("Muon", "torch.optim:Muon", "muon"),
-    "adamw-basics": _optimizer("basics_model.AdamW", "basics_model:AdamW", "basics"),
     "zero-redundancy": _optimizer(
         "ZeroRedundancyOptimizer",
         "torch.distributed.optim:ZeroRedundancyOptimizer",
