@@ -33,10 +33,8 @@ from flashattn_triton.launch import (
     Launch,
     Layout,
     Packing,
-    can_use_tma,
     empty_output,
     given_addresses,
-    given_parameters,
     in_layout,
     padded,
 )
@@ -143,7 +141,7 @@ def backward_call(
     dtype, or adds them to fp32 tensors with the strides of ``into``. The fused form is used if
     ``tiling`` has one, unless ``problem.deterministic`` asks for a fixed order of every sum.
     """
-    device, dtype = query.device, query.dtype
+    dtype = query.dtype
     (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
     gradients = [
         empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
@@ -157,19 +155,9 @@ def backward_call(
     longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    layout = BackwardLayout(
-        device=device,
-        dtype=dtype,
-        shapes=(query.shape, key.shape, value.shape),
-        strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
-        gradient_strides=(dq, dk, dv),
-        packing=packing,
-        problem=problem,
-        specialization=mask_and_bias.specialization,
-        given=given_parameters(packing, mask_and_bias),
-        n_padded=n_padded,
-        adds=bool(into),
-        readable_by_tma=packing is None and all(map(can_use_tma, (query, key, value, grad_out))),
+    tensors, strides = (query, key, value, grad_out), (dq, dk, dv)
+    layout = BackwardLayout.of(
+        tensors, strides, problem, packing, mask_and_bias, n_padded, adds=bool(into)
     )
     preprocess = preprocess_launch(
         query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
@@ -14,12 +15,14 @@ from flashattn_triton.launch import (
     Packing,
     Parameter,
     Strides,
+    can_use_tma,
+    given_parameters,
     option_numbers,
     outer,
     padded,
     stride_numbers,
 )
-from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
+from flashattn_triton.mask_and_bias import MaskAndBias, MaskAndBiasSpecialization
 from flashattn_triton.portable.options import KernelOptions, kernel_options
 from flashattn_triton.problem import Problem
 
@@ -28,11 +31,12 @@ _Options = TypeVar("_Options", bound=KernelOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardLayout:
-    """One kind of input of the key pass and the query pass.
+    """One kind of input of the key pass, the query pass or the bias pass.
 
     shapes: of Q, K and V.
     strides: of Q, K, V and dO.
-    gradient_strides: of dQ, or of the fp32 sum that the fused form adds to, of dK and of dV.
+    gradient_strides: of dQ, or of the fp32 sum that the fused form adds to, of dK and of dV; none
+        of the bias pass.
     packing: where packed sequences start, else None.
     n_padded: queries that have statistics; see ``preprocess``.
     given: parameters for the tensors that come with them.
@@ -44,14 +48,43 @@ class BackwardLayout:
     dtype: torch.dtype
     shapes: tuple[torch.Size, torch.Size, torch.Size]
     strides: tuple[Strides, Strides, Strides, Strides]
-    gradient_strides: tuple[Strides, Strides, Strides]
+    gradient_strides: tuple[Strides, ...]
     packing: Packing | None
     problem: Problem
     specialization: MaskAndBiasSpecialization
     given: Mapping[str, Parameter]
     n_padded: int
     readable_by_tma: bool
-    adds: bool
+    adds: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+        gradient_strides: tuple[Strides, ...],
+        problem: Problem,
+        packing: Packing | None,
+        mask_and_bias: MaskAndBias,
+        n_padded: int,
+        *,
+        adds: bool = False,
+    ) -> BackwardLayout:
+        """The layout of Q, K, V and dO; the rest is as said above."""
+        query, key, value, grad_out = tensors
+        return cls(
+            device=query.device,
+            dtype=query.dtype,
+            shapes=(query.shape, key.shape, value.shape),
+            strides=(query.stride(), key.stride(), value.stride(), grad_out.stride()),
+            gradient_strides=gradient_strides,
+            packing=packing,
+            problem=problem,
+            specialization=mask_and_bias.specialization,
+            given=given_parameters(packing, mask_and_bias),
+            n_padded=n_padded,
+            readable_by_tma=packing is None and all(map(can_use_tma, tensors)),
+            adds=adds,
+        )
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -89,7 +122,7 @@ class BackwardLayout:
         }
 
     def constants(self, tiles: Tiles, options: KernelOptions) -> dict[str, Any]:
-        """The compile-time arguments of both kernels."""
+        """The compile-time arguments of all of these kernels."""
         return {
             "D": self.shapes[0][3],
             "Q_TILE_SIZE": tiles.queries,

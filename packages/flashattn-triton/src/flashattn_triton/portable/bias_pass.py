@@ -25,14 +25,11 @@ from flashattn_triton.launch import (
     Parameter,
     can_use_tma,
     given_addresses,
-    given_parameters,
-    option_numbers,
-    padded,
-    stride_numbers,
     tile_view,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.options import BiasPassOptions, kernel_options
+from flashattn_triton.portable.backward_layout import BackwardLayout
+from flashattn_triton.portable.options import BiasPassOptions
 from flashattn_triton.portable.preprocess import (
     PREPROCESS_TILES,
     preprocess_addresses,
@@ -344,71 +341,48 @@ def bias_call(
     bias = mask_and_bias.bias
     assert bias is not None
     batch, heads, n_queries, head_dim = query.shape
-    kv_heads, n_keys, value_dim = key.shape[1], key.shape[2], value.shape[3]
+    n_keys, value_dim = key.shape[2], value.shape[3]
     # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By the
     # TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
     half = query.dtype.itemsize == 2 and tiling.query_pass.use_tma
-    use_tma = half and all(can_use_tma(x) for x in (query, key, value, grad_out))
+    use_tma = half and all(map(can_use_tma, (query, key, value, grad_out)))
     stages = 2 if use_tma and max(head_dim, value_dim) <= 64 else 1
     tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
     if use_tma:
         tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
     multiple = max(tiles.queries, PREPROCESS_TILES.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    strides = (query.stride(), key.stride(), value.stride(), grad_out.stride())
     preprocess = preprocess_launch(query, out, grad_out, grad_logsumexp, n_padded, zeroes=False)
     own_batch, own_heads, own_queries, own_keys = bias.shape
-    specialization = mask_and_bias.specialization
-    q, k, v, do = (stride[:3] for stride in strides)
+    layout = BackwardLayout.of(
+        (query, key, value, grad_out), (), problem, None, mask_and_bias, n_padded
+    )
     numbers = {
-        **stride_numbers(q=q, k=k, v=v, do=do),
-        **specialization.numbers,
-        "N_PADDED": n_padded,
-        "N_QUERIES": n_queries,
-        "N_KEYS": n_keys,
+        **layout.numbers(),
         "N_HEADS": heads,
-        "HEADS_PER_KV": heads // kv_heads,
         "OWN_HEADS": own_heads,
         "SHARING_BATCHES": batch // own_batch,
         "SHARING_HEADS": heads // own_heads,
-        **option_numbers(problem),
     }
-    options = kernel_options(
+    width, value_width = layout.widths
+    options = layout.options(
         BiasPassOptions,
         bias_pass_kernel,
-        problem,
-        specialization,
-        (head_dim, value_dim),
-        query.dtype,
-        strides,
-        packed=False,
-        use_tma=use_tma,
-        columns=min(
-            _BYTES_OF_COLUMNS // query.dtype.itemsize,
-            padded(head_dim, query.dtype),
-            padded(value_dim, query.dtype),
-        ),
+        tiles,
+        columns=min(_BYTES_OF_COLUMNS // query.dtype.itemsize, width, value_width),
         shared_by_queries=own_queries < n_queries,
         shared_by_keys=own_keys < n_keys,
     )
-    width, value_width = options.d_padded, options.e_padded
-    constants = {
-        "D": head_dim,
-        "Q_TILE_SIZE": tiles.queries,
-        "K_TILE_SIZE": tiles.keys,
-        "is_causal": problem.band[1] is not None,
-        "OPTIONS": options,
-    }
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
     programs = rows * columns * own_heads * own_batch
-    given = given_parameters(None, mask_and_bias)
     parameters: dict[str, Parameter] = {
         **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
         "statistics_ptr": torch.float32,
-        **{name: given[name] for name in ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr")},
+        **layout.given,
         "dB_ptr": bias.dtype,
     }
+    del parameters["cu_seqlens_q_ptr"], parameters["cu_seqlens_k_ptr"]
     if use_tma:
         parameters |= {
             name: tile_view(x.shape, x.stride(), [1, 1, n, w], x.dtype)
@@ -425,7 +399,7 @@ def bias_call(
         programs,
         parameters,
         numbers,
-        constants,
+        layout.constants(tiles, options),
         warps=tiles.warps,
         stages=tiles.stages,
     )
