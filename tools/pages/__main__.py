@@ -1,4 +1,4 @@
-"""``python -m tools.pages``: fills pages from published rows, publishes rows, draws pictures."""
+"""``python -m tools.pages``: fills pages from published rows, publishes rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import draw, versions
+from tools.pages import versions
 from tools.pages.fill import render
 from tools.pages.loss_curves import PRODUCTS, PUBLISHED, LossCurves
 from tools.pages.rows import measure, publish
@@ -28,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows.add_argument("target", type=Path)
     rows.add_argument("runs", nargs="+", type=Path)
     rows.add_argument("--only", default="", help="experiments, or parts of labels, with commas")
-    commands.add_parser("draw", help="draw the explaining pictures of the documentation")
     curves = commands.add_parser("curves", help="train on real text, and write loss curves")
     curves.add_argument("target", type=Path)
     curves.add_argument(
@@ -41,9 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--machine", required=True, help="GPUs, torch and triton")
     tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
-    if given.command == "draw":
-        draw.main()
-        return 0
     if given.command == "curves":
         measure(LossCurves(), PRODUCTS if given.products else PUBLISHED, given.target)
         return 0
