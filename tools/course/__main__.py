@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.course import deliverables
+from tools.course import deliverables, precision
 from tools.course.document import write
-from tools.course.precision import Precision
 from tools.course.students import check
 from tools.pages.rows import measure
 
+from bench_harness.environment import resolve_device
 from bench_harness.store import replace_file
 
 
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounded.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args(arguments)
     if given.command == "precision":
-        measure(Precision(), {"device": given.device}, given.target)
+        case = precision.case(resolve_device(given.device))
+        measure(case, precision.run, given.target)
         return 0
     if given.command == "table":
         replace_file(deliverables.PAGE, deliverables.table().encode())

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import versions
+from tools.pages import loss_curves, versions
 from tools.pages.fill import render
-from tools.pages.loss_curves import PRODUCTS, PUBLISHED, LossCurves
 from tools.pages.rows import measure, publish
 
 from bench_harness.core import plural
+from bench_harness.environment import resolve_device
 from bench_harness.store import Store, StoreError, replace_file
 
 
@@ -30,9 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows.add_argument("--only", default="", help="experiments, or parts of labels, with commas")
     curves = commands.add_parser("curves", help="train on real text, and write loss curves")
     curves.add_argument("target", type=Path)
-    curves.add_argument(
-        "--products", action="store_true", help="joined and float8 products, against bf16"
-    )
+    curves.add_argument("variants", nargs="*", help="as for train-step; the first is the reference")
     tested = commands.add_parser("tested", help="record a run of the GPU tests")
     tested.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
     tested.add_argument("--part", required=True, choices=["one GPU", "several GPUs"])
@@ -41,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
     if given.command == "curves":
-        measure(LossCurves(), PRODUCTS if given.products else PUBLISHED, given.target)
+        case = loss_curves.case(given.variants, resolve_device("auto"))
+        measure(case, loss_curves.run, given.target)
         return 0
     if given.command == "fill":
         return max(_fill(file, check=given.check) for file in given.files)

@@ -60,10 +60,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.course import bucket_model
-from tools.course.precision import Precision
-from tools.pages import out_of_memory, recomputation, timelines, versions
+from tools.pages import loss_curves, recomputation, timelines, versions
 from tools.pages import rows as published
-from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
 
 from bench_harness import experiments
@@ -91,6 +89,10 @@ _KEYS = ("show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
+_OWN_TABLES: dict[Any, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    own.TITLE: own.table for own in (bucket_model, loss_curves, recomputation)
+}
+_OWN_FIGURES = {own.FIGURE: own.figure for own in (bucket_model, loss_curves)}
 _FIGURE = ("source", "name", "file", "title", "variants", "by")
 
 
@@ -147,14 +149,6 @@ class _Page:
     pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
     read: dict[Path, list[Row]] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
-
-
-def _experiment(name: str) -> experiments.Experiment:
-    """An experiment of the package, or the repository's own."""
-    for own in (LossCurves(), Precision()):
-        if name == own.name:
-            return own
-    return experiments.get(name)
 
 
 def render(file: Path) -> Rendered:
@@ -291,21 +285,26 @@ def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
     if name is None:
         frame = _fields(rows, wanted)
     else:
-        key = (name, *map(str, files), *wanted.get("cases", []))
-        if key not in recipes.page.tables:
-            made = _experiment(name).tables(to_frame(rows))
-            recipes.page.tables[key] = {table.title: table.frame for table in made}
-        tables = recipes.page.tables[key]
-        for own in (bucket_model, out_of_memory, recomputation):
-            if wanted.get("table") == own.TITLE:
-                tables[own.TITLE] = own.table(to_frame(rows)).frame
-        if wanted.get("table") not in tables:
-            raise ValueError(
-                f"table must be one of {', '.join(tables)}, but got {wanted.get('table')!r}. "
-                "Correct it."
-            )
-        frame = _where(tables[wanted["table"]], wanted.get("where", {}))
+        frame = _where(_table(name, rows, files, wanted, recipes.page), wanted.get("where", {}))
     return _Source(files=files, rows=rows, experiment=name, frame=frame)
+
+
+def _table(
+    experiment: str, rows: list[Row], files: list[Path], wanted: Mapping[str, Any], page: _Page
+) -> pd.DataFrame:
+    """A table of an experiment, or one that only these pages have."""
+    title = wanted.get("table")
+    if title in _OWN_TABLES:
+        return _OWN_TABLES[title](to_frame(rows))
+    key = (experiment, *map(str, files), *wanted.get("cases", []))
+    if key not in page.tables:
+        made = experiments.get(experiment).tables(to_frame(rows))
+        page.tables[key] = {table.title: table.frame for table in made}
+    if title not in page.tables[key]:
+        raise ValueError(
+            f"table must be one of {', '.join(page.tables[key])}, but got {title!r}. Correct it."
+        )
+    return page.tables[key][title]
 
 
 def _of_cases(rows: list[Row], texts: Sequence[str]) -> list[Row]:
@@ -418,9 +417,9 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             return png_bytes(
                 timelines.draw(checked({r[wanted["by"]]: r["timeline"] for r in rows}))
             )
-        if name == bucket_model.FIGURE:
-            return png_bytes(bucket_model.figure(to_frame(rows)))
-        experiment = _experiment(source.experiment)
+        if name in _OWN_FIGURES:
+            return png_bytes(_OWN_FIGURES[name](to_frame(rows)))
+        experiment = experiments.get(source.experiment)
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
         if name not in made:
             raise ValueError(

@@ -17,7 +17,7 @@ import pandas as pd
 
 from basics_model import ModelConfig
 from bench_harness.activations import activation_memory
-from bench_harness.core import Row, Table
+from bench_harness.core import Row
 from bench_harness.display import row_tables
 from bench_harness.stats import with_summary
 from bench_harness.training.moments import MOMENTS
@@ -51,7 +51,7 @@ def predicted(row: pd.Series[Any]) -> Row:
     return {"kept": kept, "backward": memory.recomputed + max(kept, before_last)}
 
 
-def table(rows: pd.DataFrame) -> Table:
+def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Predicted and measured memory beside the step, a line for each size of groups."""
     lines: list[Row] = []
     for _, row in with_summary(row_tables.finished(rows)).iterrows():
@@ -72,9 +72,6 @@ def table(rows: pd.DataFrame) -> Table:
     frame = pd.DataFrame(lines)
     frame["missed"] = (frame["peak"] / frame["peak_predicted"] - 1).abs() > TOLERANCE
     shown = {
-        "size": "size",
-        "batch": "batch per rank",
-        "sequence": "sequence (tokens)",
         "blocks": "blocks recomputed together",
         "kept_predicted": "kept by forward, predicted (GiB)",
         "kept": "kept by forward (GiB)",
@@ -82,7 +79,5 @@ def table(rows: pd.DataFrame) -> Table:
         "peak": "peak of backward (GiB)",
         "missed": "prediction missed",
         "median_ms": "median (ms)",
-        "ci_low_ms": "95 % low (ms)",
-        "ci_high_ms": "95 % high (ms)",
     }
-    return Table(TITLE, row_tables.columns(frame, shown))
+    return row_tables.columns(frame, shown)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 from tools.pages import timelines
 
 from bench_harness import environment
-from bench_harness.core import Row
+from bench_harness.core import Case, Row
 from bench_harness.environment import measured_on
-from bench_harness.experiments import Experiment
 from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
@@ -160,15 +159,14 @@ def circumstances(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def measure(experiment: Experiment, options: Mapping[str, Any], target: Path) -> None:
-    """Runs the one case of an experiment of the repository's own, and writes its rows.
+def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
+    """Runs a case of the repository's own, and writes its rows.
 
     Raises:
         CaseSkipped: this machine lacks something that it needs.
     """
     started = datetime.now(UTC)
-    (case,) = experiment.cases(**options)
-    rows = experiment.run(case, print)
+    rows = run(case)
     described = environment.describe() | {"torch": environment.describe_torch()}
     git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
     about: Row = {
