@@ -390,7 +390,7 @@ def sweep_of(*sizes):
 
 
 def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
-    from tools.course.bucket_model import figure, table
+    from tools.pages.bucket_model import figure, table
 
     rows = pd.DataFrame(
         {
@@ -412,7 +412,7 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
 
 
 def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
-    from tools.course.bucket_model import table
+    from tools.pages.bucket_model import table
 
     size, bandwidth, per_call = 8e9, 3e11, 4e-4
     counts = [8.0, 80.0, 400.0]
