@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.browser import BrowserError
 from tools.course import deliverables, precision
 from tools.course.document import write
 from tools.course.students import check
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for edition in given.edition or (2025, 2026):
                 for path in write(edition, given.output, pdf=not given.no_pdf):
                     print(path)
-        except ValueError as error:
+        except (ValueError, BrowserError) as error:
             print(f"tools.course: {error}", file=sys.stderr)
             return 1
         return 0
