@@ -163,12 +163,7 @@ def _recipes(file: Path, links_from: Path, pictures: dict[Path, Callable[[], byt
 
 def _body(name: str, recipes: _Recipes, file: str) -> str:
     """The text between a block's marks."""
-    if name not in recipes.blocks:
-        raise ValueError(
-            f"block must be one of {', '.join(recipes.blocks)} in {file}, but got {name!r}. "
-            "Correct the mark."
-        )
-    block = recipes.blocks[name]
+    block = _one_of("block", recipes.blocks, name, f" in {file}", remedy="Correct the mark.")
     _check_keys(block, _KEYS, "block")
     parts = []
     if "measured" in block:
@@ -215,12 +210,22 @@ def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
     name = wanted.get("experiment")
     if name is not None:
         rows = [row for row in rows if row["experiment"] == name]
-    rows = _of_cases(rows, wanted.get("cases", []))
+    if cases := wanted.get("cases", []):
+        labels = {row["label"] for row in rows}
+        exact = labels.intersection(cases)
+        texts = [text for text in cases if text not in exact]
+        rows = [
+            row
+            for row in rows
+            if row["label"] in exact or any(text in row["label"] for text in texts)
+        ]
     if not rows:
-        named = f" of cases named {', '.join(wanted['cases'])}" if "cases" in wanted else ""
+        of = "".join(
+            [f" of {name}" * bool(name), f" of cases named {', '.join(cases)}" * bool(cases)]
+        )
         raise ValueError(
-            f"rows of {given} must hold {'rows' if name is None else f'rows of {name}'}{named}, "
-            "but got none. Measure them again, or correct the source."
+            f"rows of {given} must hold rows{of}, but got none. Measure them again, or correct the "
+            "source."
         )
     if name is None:
         frame = _fields(rows, wanted)
@@ -244,22 +249,8 @@ def _table(
     if key not in recipes.tables:
         made = experiments.get(experiment).tables(to_frame(rows))
         recipes.tables[key] = {table.title: table.frame for table in made}
-    if title not in recipes.tables[key]:
-        raise ValueError(
-            f"table must be one of {', '.join(recipes.tables[key])}, but got {title!r}. Correct it."
-        )
-    return recipes.tables[key][title]
-
-
-def _of_cases(rows: list[Row], texts: Sequence[str]) -> list[Row]:
-    if not texts:
-        return rows
-    labels = {row["label"] for row in rows}
-
-    def named(label: str) -> bool:
-        return any(text == label if text in labels else text in label for text in texts)
-
-    return [row for row in rows if named(row["label"])]
+    table: pd.DataFrame = _one_of("table", recipes.tables[key], title)
+    return table
 
 
 def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
@@ -354,11 +345,7 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             return png_bytes(_OWN_FIGURES[name](to_frame(rows)))
         experiment = experiments.get(source.experiment)
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
-        if name not in made:
-            raise ValueError(
-                f"figure must be one of {', '.join(made)}, but got {name!r}. Correct its name."
-            )
-        figure = made[name].figure
+        figure = _one_of("figure", made, name).figure
         return png_bytes(timelines.draw(figure) if isinstance(figure, Timelines) else figure)
 
     recipes.pictures[target] = draw
@@ -433,29 +420,25 @@ def _where(frame: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
-    if name not in frame:
-        raise ValueError(
-            f"column must be one of {', '.join(map(str, frame.columns))}, but got {name!r}. "
-            "Correct it."
-        )
-    return frame[name]
+    column: pd.Series[Any] = _one_of("column", frame, name)
+    return column
 
 
 def _named(recipes: _Recipes, name: Any) -> _Source:
-    if name not in recipes.given:
-        raise ValueError(
-            f"source must be one of {', '.join(recipes.given) or 'none so far'}, but got {name!r}. "
-            "Define it in the same file."
-        )
+    given = _one_of("source", recipes.given, name, remedy="Define it in the same file.")
     if name not in recipes.sources:
-        recipes.sources[name] = _source(recipes.given[name], recipes)
+        recipes.sources[name] = _source(given, recipes)
     return recipes.sources[name]
+
+
+def _one_of(what: str, known: Any, name: Any, among: str = "", remedy: str = "Correct it.") -> Any:
+    if name not in known:
+        raise ValueError(
+            f"{what} must be one of {', '.join(map(str, known))}{among}, but got {name!r}. {remedy}"
+        )
+    return known[name]
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     for key in given:
-        if key not in known:
-            raise ValueError(
-                f"{what} key must be one of {', '.join(known)}, but got {key!r}. Remove or "
-                "correct it."
-            )
+        _one_of(f"{what} key", dict.fromkeys(known), key, remedy="Remove or correct it.")
