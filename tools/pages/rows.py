@@ -33,10 +33,6 @@ _LEFT_OUT = (
 _DIGITS = 6
 
 
-class PublishedError(ValueError):
-    """Published rows cannot be read; the text names the file and what to do, in one line."""
-
-
 def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
     """Writes the rows of runs into one file.
 
@@ -48,7 +44,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
 
     Raises:
         StoreError: a run cannot be read, or the file cannot be written.
-        PublishedError: nothing is left to write.
+        ValueError: nothing is left to write.
     """
     lines = []
     for store in stores:
@@ -60,7 +56,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
                 cases.setdefault(row["case_key"], []).append(row)
         lines += [case_line(rows, environments) for rows in cases.values()]
     if not lines:
-        raise PublishedError(
+        raise ValueError(
             f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "
             "them with report."
         )
@@ -117,14 +113,14 @@ def read(file: Path) -> list[Row]:
     """The rows of a published file, each with what stands once per case.
 
     Raises:
-        PublishedError: the file is missing, or a line is not a case.
+        ValueError: the file is missing, or a line is not a case.
     """
     try:
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise PublishedError(
+        raise ValueError(
             f"rows must be a readable file, but got {file} ({cause}). Measure it again "
             "and publish it, or remove the block."
         ) from None
@@ -135,7 +131,7 @@ def read(file: Path) -> list[Row]:
             rows, shared = case.pop("rows"), case.pop("shared", {})
             found += [{"status": "ok", "error": None, **case, **shared, **row} for row in rows]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise PublishedError(
+            raise ValueError(
                 f"{file} line {number} must be a case with its rows, but got {line[:40]!r}. "
                 "Publish the run again."
             ) from None
