@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounded.add_argument("target", type=Path, help="a file NAME.jsonl")
     rounded.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args(arguments)
+    if given.command == "check":
+        only = [text for text in map(str.strip, given.only.split(",")) if text]
+        return check(given.adapters, only)
     if given.command == "precision":
-        case = precision.case(resolve_device(given.device))
-        measure(case, precision.run, given.target)
-        return 0
-    if given.command == "table":
+        measure(precision.case(resolve_device(given.device)), precision.run, given.target)
+    elif given.command == "table":
         replace_file(deliverables.PAGE, deliverables.table().encode())
-        return 0
-    if given.command == "document":
+    else:
         try:
             for edition in given.edition or (2025, 2026):
                 for path in write(edition, given.output, pdf=not given.no_pdf):
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (ValueError, BrowserError) as error:
             print(f"tools.course: {error}", file=sys.stderr)
             return 1
-        return 0
-    only = [text for text in map(str.strip, given.only.split(",")) if text]
-    return check(given.adapters, only)
+    return 0
 
 
 if __name__ == "__main__":

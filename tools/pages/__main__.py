@@ -18,7 +18,7 @@ from bench_harness.store import Store, StoreError, replace_file
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 a page is outdated or has a problem,
-    2 rows that cannot be published."""
+    2 what was given cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tools.pages", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fill = commands.add_parser("fill", help="fill the marked blocks of Markdown files")
@@ -38,28 +38,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--machine", required=True, help="GPUs, torch and triton")
     tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
-    if given.command == "curves":
-        case = loss_curves.case(given.variants, resolve_device("auto"))
-        measure(case, loss_curves.run, given.target)
-        return 0
-    if given.command == "fill":
-        return max(_fill(file, check=given.check) for file in given.files)
-    if given.command == "tested":
-        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
-        try:
-            run = versions.record(given.target, given.junit, **about)
-        except ValueError as error:
-            print(f"tools.pages: {error}", file=sys.stderr)
-            return 2
-        print(f"{run['passed']} passed, in {given.target}")
-        return 0
-    only = [text for text in map(str.strip, given.only.split(",")) if text]
     try:
-        count = publish(map(Store, given.runs), given.target, only)
+        return _done(given)
     except (ValueError, StoreError) as error:
         print(f"tools.pages: {error}", file=sys.stderr)
         return 2
-    print(f"{plural(count, 'case')} in {given.target}")
+
+
+def _done(given: argparse.Namespace) -> int:
+    if given.command == "fill":
+        return max(_fill(file, check=given.check) for file in given.files)
+    if given.command == "curves":
+        case = loss_curves.case(given.variants, resolve_device("auto"))
+        measure(case, loss_curves.run, given.target)
+    elif given.command == "tested":
+        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
+        run = versions.record(given.target, given.junit, **about)
+        print(f"{run['passed']} passed, in {given.target}")
+    else:
+        only = [text for text in map(str.strip, given.only.split(",")) if text]
+        count = publish(map(Store, given.runs), given.target, only)
+        print(f"{plural(count, 'case')} in {given.target}")
     return 0
 
 

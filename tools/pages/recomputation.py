@@ -58,26 +58,17 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
         moments = {moment["moment"]: moment for moment in row["memory"]}
         forward, backward = moments[MOMENTS[1]], moments[MOMENTS[2]]
         resting = forward["parameter_bytes"] + forward["state_bytes"]
-        expected, blocks = predicted(row), row["settings"]["checkpoint_blocks"]
+        expected = predicted(row)
+        peak, peak_expected = backward["peak_bytes"], resting + expected["backward"]
         lines.append(
             {
-                **{str(name): value for name, value in row.items()},
-                "blocks": str(blocks or "none"),
-                "kept": (forward["allocated_bytes"] - resting) / 2**30,
-                "kept_predicted": expected["kept"] / 2**30,
-                "peak": backward["peak_bytes"] / 2**30,
-                "peak_predicted": (resting + expected["backward"]) / 2**30,
+                "blocks recomputed together": str(row["settings"]["checkpoint_blocks"] or "none"),
+                "kept by forward, predicted (GiB)": expected["kept"] / 2**30,
+                "kept by forward (GiB)": (forward["allocated_bytes"] - resting) / 2**30,
+                "peak of backward, predicted (GiB)": peak_expected / 2**30,
+                "peak of backward (GiB)": peak / 2**30,
+                "prediction missed": abs(peak / peak_expected - 1) > TOLERANCE,
+                "median (ms)": row["median_ms"],
             }
         )
-    frame = pd.DataFrame(lines)
-    frame["missed"] = (frame["peak"] / frame["peak_predicted"] - 1).abs() > TOLERANCE
-    shown = {
-        "blocks": "blocks recomputed together",
-        "kept_predicted": "kept by forward, predicted (GiB)",
-        "kept": "kept by forward (GiB)",
-        "peak_predicted": "peak of backward, predicted (GiB)",
-        "peak": "peak of backward (GiB)",
-        "missed": "prediction missed",
-        "median_ms": "median (ms)",
-    }
-    return row_tables.columns(frame, shown)
+    return pd.DataFrame(lines)
