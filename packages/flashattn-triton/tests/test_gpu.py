@@ -22,6 +22,7 @@ from flashattn_triton import (
 )
 from flashattn_triton.configs import TABLE, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
+from flashattn_triton.problem import MAX_HEAD_DIMS
 
 pytestmark = pytest.mark.gpu
 
@@ -450,6 +451,26 @@ def test_explain_names_gpu_and_tiles() -> None:
     assert "queries x" in text
 
 
+def test_a_kernel_that_could_not_be_loaded_is_loaded_by_the_next_call(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a lack of memory: Triton keeps a compiled kernel without its function then."""
+    from triton.runtime.driver import driver
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+
+    leaves = random(1, 2, 300, 64)
+    keywords: dict[str, Any] = {"implementation": implementation, "window": (33, 35)}
+    monkeypatch.setattr(driver.active.utils, "load_binary", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        flash_attention(*leaves, **keywords)
+    monkeypatch.undo()
+    actual = flash_attention(*leaves, **keywords)
+    expected = flash_attention(*leaves, window=(33, 35), implementation="reference")
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(("key", "tiling"), TABLE.items(), ids=str)
 def test_every_shipped_tiling_for_this_gpu(
     key: tuple[int, int, int], tiling: Tiling, make_inputs: Any, assert_close_to_oracle: Any
@@ -458,7 +479,9 @@ def test_every_shipped_tiling_for_this_gpu(
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     if tiling_for(describe_gpu(0).shared_memory, width, dtype) != tiling:
         pytest.skip(f"for GPUs with {kilobytes} KB of shared memory per block")
-    leaves = random(1, 2, 333, width, dtype=dtype)
+    query, key_, value = random(1, 2, 333, width, dtype=dtype)
+    narrow = value.detach()[..., : MAX_HEAD_DIMS[itemsize][1]]  # 576 columns are those of Q and K
+    leaves = [query, key_, narrow.requires_grad_()]
     for deterministic in (False, True):
         out, lse = flash_attention(
             *leaves, causal=True, tiling=tiling, deterministic=deterministic, return_lse=True

@@ -370,8 +370,19 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
     check_backward(problem, list(PROBLEMS).index(name))
 
 
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), *WIDE], ids=str)
-@pytest.mark.parametrize("name", ORDERED)
+@pytest.mark.parametrize(
+    ("head_dims", "name"),
+    [
+        pytest.param(
+            head_dims,
+            name,
+            marks=[pytest.mark.nightly] if "ten" in name and head_dims in WIDE else [],
+        )
+        for head_dims in [(64, 64), (128, 128), *WIDE]
+        for name in ORDERED
+    ],
+    ids=str,
+)
 def test_ordered_backward_on_random_schedules(
     name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,12 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
+def test_keys_that_a_window_hides_are_positions() -> None:
+    """They are left out before the kernels run, and what is left looks like heads."""
+    query, key = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 12, 16)
+    flash_attention(query, key, key, window=(0, 0))  # warnings are errors
+
+
 def test_the_page_has_its_rows() -> None:
     assert len(ROWS) == len(re.findall(r"^\| `", PAGE.read_text(), flags=re.MULTILINE)) > 25
 

@@ -220,6 +220,8 @@ def flash_attention(
     rows = 1 if layout == "bshd" else 2
     n_queries = first if rows == 1 else second
     n_keys = key.shape[rows] if key.dim() == 4 else n_queries
+    if layout is None and not torch.compiler.is_compiling() and first > second:
+        warn_of_layout(layout, query, key, stacklevel=2)
     if n_queries != n_keys and (causal or window is not None):
         key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
     if problem.implementation == "reference":
@@ -228,8 +230,6 @@ def flash_attention(
         out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
-    if layout is None and not torch.compiler.is_compiling() and first > second:
-        warn_of_layout(layout, query, key, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 

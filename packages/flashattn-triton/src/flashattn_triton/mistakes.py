@@ -49,7 +49,7 @@ def warn_of_layout(layout: str | None, query: Tensor, key: Tensor, stacklevel: i
     """Warns if no layout is given and (B, H, N, D) tensors look like (B, N, H, D)."""
     if layout is not None or torch.compiler.is_compiling():
         return
-    if query.shape[1] > query.shape[2] and key.shape[1] > key.shape[2]:
+    if query.shape[1] > query.shape[2] and key.dim() == 4 and key.shape[1] > key.shape[2]:
         warn_once(
             "layout",
             f"layout must be given if there are more heads than positions, but got None for query "

@@ -163,6 +163,9 @@ def fast_launcher(
     from triton.runtime.driver import driver
 
     launcher = compiled.run
+    if compiled.function is None:
+        # Loading it failed before, for lack of memory, say. Triton would not try again by itself.
+        compiled._init_handles()
     # Scratch memory is allocated for each launch; none of these kernels wants any by itself.
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
         return None
