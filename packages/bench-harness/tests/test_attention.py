@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tools.pages import out_of_memory
 from torch import Tensor
 
 from bench_harness import attentions, experiments
@@ -337,18 +336,6 @@ def test_large_scores_are_apart() -> None:
         sequences=(65536,), head_dims=(64,), variants=("naive",), device="cpu"
     )
     assert [case.config["variants"] for case in alone] == [["naive"]]
-
-
-def test_the_smallest_cell_without_memory_is_explained() -> None:
-    experiment = experiments.get("attention")
-    cases = experiment.cases(
-        **{**QUICK, "sequences": (8192, 16384), "batch": 8, "variants": ("naive",)}
-    )
-    rows = [stored(case, [{"ended": {"status": "oom", "error": "why"}}])[0] for case in cases]
-    found = out_of_memory.table(to_frame(reversed(rows)))
-    assert "sequence 8192" in found.note
-    sizes = found.frame.set_index("tensor")["size (MiB)"]
-    assert sizes["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
 
 
 def test_the_portable_tier_and_peers_of_a_gpu_are_skipped_on_a_cpu() -> None:

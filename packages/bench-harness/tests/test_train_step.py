@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from tools.course import bucket_model
+from tools.pages import bucket_model
 from torch.distributed.fsdp import FSDPModule
 
 from bench_harness import experiments, options
@@ -381,7 +381,7 @@ def test_tables_relate_each_variant_to_its_step_without_communication(case) -> N
     ]
     assert published.loc["naive", "speedup_vs_naive"] == pytest.approx(1.0)
     assert "overlap_individual" in published.index
-    (fitted,) = bucket_model.table(frame).frame.to_dict("records")
+    (fitted,) = bucket_model.table(frame).to_dict("records")
     assert fitted["predicted least overhead T* (ms)"] >= 0
     pictures = experiment.figures(frame)
     assert {picture.name for picture in pictures} >= {"train_steps", "train_step_memory"}
