@@ -154,14 +154,16 @@ def parts_of_batch(
 ) -> Iterator[tuple[slice, slice, MaskAndBias]]:
     """Rows of queries, rows of keys and tensors: of each packed sequence, or the whole batch.
 
-    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed.
+    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed. Empty
+    sequences are left out, but for the first one.
     """
     if starts_q is None or starts_k is None:
         yield slice(None), slice(None), mask_and_bias
         return
     spans = ([slice(*x) for x in itertools.pairwise(y.tolist())] for y in (starts_q, starts_k))
     for i, (rows, columns) in enumerate(zip(*spans, strict=True)):
-        yield rows, columns, mask_and_bias.sequence(i)
+        if i == 0 or rows.start < rows.stop or columns.start < columns.stop:
+            yield rows, columns, mask_and_bias.sequence(i)
 
 
 def resolve_mask_and_bias(
