@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.problem import DTYPES, Problem
+from flashattn_triton.problem import DTYPES, Problem, broadcasts
 
 # Keywords of the public functions, in the order in which operators take the tensors.
 NAMES = ("alibi_slopes", "bias", "prefix_lengths", "mask", "sinks")
@@ -141,12 +141,6 @@ def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) 
         for n, span in zip(bias.shape[2:], (queries, keys), strict=True)
     )
     return bias[:, :, rows, columns]
-
-
-def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a tensor of ``shape`` broadcasts to ``full``."""
-    sizes = zip(shape[::-1], full[::-1], strict=False)
-    return len(shape) <= len(full) and all(n in (1, whole) for n, whole in sizes)
 
 
 def parts_of_batch(
