@@ -307,8 +307,11 @@ def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def visible(queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr):
-    """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
+def visible(
+    queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Which of ``keys`` each of ``queries`` sees, as a tile; the diagonal is query + offset."""
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     offset, _, n_keys, window_left, window_right, prefix = mask
     seen = keys < n_keys
     if is_causal:
@@ -334,11 +337,12 @@ def key_positions(first, slope, N: tl.constexpr):
 
 
 @triton.jit
-def subtract_distances(z, queries, keys, offset, base, slope):
+def subtract_distances(z, queries, keys, offset, base, slope, TRANSPOSED: tl.constexpr):
     """``z``, less ``slope`` for each position from the diagonal, in either direction.
 
     Positions are measured from ``base``, a key near those that count, which keeps them small.
     """
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     diagonal = (queries + (offset - base)).to(tl.float32)
     return z - slope * tl.abs(diagonal - (keys - base).to(tl.float32))
 
@@ -356,8 +360,9 @@ def of_keys(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def load_bias(added, queries, keys, mask, MASKED: tl.constexpr):
+def load_bias(added, queries, keys, mask, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     _, bias, stride_bq, stride_bk, _ = added
     _, n_queries, n_keys, _, _, _ = mask
     inside = queries < n_queries
@@ -405,10 +410,7 @@ def scores_tile(
     if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias or OPTIONS.has_mask):
         return s, factor, s
     if HIDES:
-        seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
-            OPTIONS,
-        )  # fmt: skip
+        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
     # Scores have the bias's own units where there is one, so that adding it is one multiply-add.
     unit: tl.constexpr = LOG2_E if OPTIONS.has_bias else 1.0
     in_unit: tl.constexpr = LN_2 if OPTIONS.has_bias else 1.0
@@ -417,20 +419,15 @@ def scores_tile(
         positions = key_positions(first_position, slope * in_unit, keys.shape[0])
         z += of_keys(positions, TRANSPOSED)
     elif OPTIONS.alibi:
-        z = subtract_distances(
-            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
-            slope * in_unit,
-        )  # fmt: skip
+        by = slope * in_unit
+        z = subtract_distances(z, queries, key_start + keys, offset, base, by, TRANSPOSED)
     if OPTIONS.has_bias:
         if OPTIONS.bias_tma:
             batch, head, first_query = bias_position
             tile = bias.load([batch, head, first_query, key_start])
             tile = tile.reshape(queries.shape[0], keys.shape[0])
         else:
-            tile = load_bias(
-                added, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask,
-                MASKED,
-            )  # fmt: skip
+            tile = load_bias(added, queries, key_start + keys, mask, MASKED, TRANSPOSED)
         tile = tile.to(tl.float32)
         z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
     if OPTIONS.has_mask:
@@ -474,10 +471,7 @@ def probabilities(
         logsumexp += alibi_of_rows(queries, mask[0], base, added[0])
     p = tl.exp2(z * unit - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
-        seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
-            OPTIONS,
-        )  # fmt: skip
+        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
         p = tl.where(seen, p, 0.0)
     return p, s
 

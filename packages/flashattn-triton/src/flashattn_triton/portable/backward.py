@@ -79,10 +79,9 @@ class BackwardCall:
         ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
+        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
         addresses = {
-            **backward_addresses(
-                query, key, value, out, logsumexp, grad_out, grad_logsumexp, statistics
-            ),
+            **backward_addresses(read, statistics),
             "dQ_ptr": (dq if dq_sum is None else dq_sum).data_ptr(),
             "dK_ptr": dk.data_ptr(),
             "dV_ptr": dv.data_ptr(),

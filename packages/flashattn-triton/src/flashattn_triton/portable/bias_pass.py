@@ -298,10 +298,9 @@ class BiasCall:
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
+        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
         addresses = {
-            **backward_addresses(
-                query, key, value, out, logsumexp, grad_out, grad_logsumexp, statistics
-            ),
+            **backward_addresses(read, statistics),
             "dB_ptr": gradient.data_ptr(),
             **given_addresses(None, mask_and_bias),
         }

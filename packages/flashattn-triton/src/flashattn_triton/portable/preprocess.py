@@ -10,6 +10,8 @@ its gradient is ds = Σ exp(s - L) · (0 - delta), over the rows of a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -147,29 +149,14 @@ def preprocess_launch(
     )
 
 
-def backward_addresses(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    statistics: Tensor,
-) -> dict[str, int]:
+def backward_addresses(tensors: Sequence[Tensor | None], statistics: Tensor) -> dict[str, int]:
     """Addresses of what the kernels of a backward pass read, by the names of their parameters.
 
-    ``statistics``: (B · H, 2, n_padded) fp32, which the preprocess kernel writes first.
+    Args:
+        tensors: query, key, value, out, logsumexp, grad_out and grad_logsumexp.
+        statistics: (B · H, 2, n_padded) fp32, which the preprocess kernel writes first.
     """
-    addresses = {
-        "Q_ptr": query.data_ptr(),
-        "K_ptr": key.data_ptr(),
-        "V_ptr": value.data_ptr(),
-        "O_ptr": out.data_ptr(),
-        "dO_ptr": grad_out.data_ptr(),
-        "L_ptr": logsumexp.data_ptr(),
-        "statistics_ptr": statistics.data_ptr(),
-    }
-    if grad_logsumexp is not None:
-        addresses["dL_ptr"] = grad_logsumexp.data_ptr()
-    return addresses
+    names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "L_ptr", "dO_ptr", "dL_ptr")
+    given = zip(names, tensors, strict=True)
+    addresses = {name: x.data_ptr() for name, x in given if x is not None}
+    return {**addresses, "statistics_ptr": statistics.data_ptr()}
