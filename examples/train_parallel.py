@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from train_settings import SHARDED_PARAMETERS, Settings
 
-from basics_model import AdamW, TransformerLM, clip_gradients
+from basics_model import TransformerLM
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from shard_optim import (
@@ -68,13 +68,11 @@ def make_parallelism(settings: Settings, model: TransformerLM) -> Parallelism:
 
 def _update_rule(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer's class and its arguments."""
-    arguments: dict[str, Any] = {
+    return torch.optim.AdamW, {
         "lr": settings.learning_rate,
         "weight_decay": settings.weight_decay,
+        "fused": settings.fused or None,  # None: the fastest form that the device has
     }
-    if settings.fused:
-        return torch.optim.AdamW, arguments | {"fused": True}
-    return AdamW, arguments
 
 
 def _on_cpu(value: Any) -> Any:
@@ -123,7 +121,7 @@ class Replicas:
 
     def clip(self, max_norm: float) -> Tensor:
         """Every rank holds all gradients."""
-        return clip_gradients(self.model.parameters(), max_norm)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def state(self) -> State:
         """Of the replica on rank 0, and of all ranks' shares of the optimizer's state."""

@@ -13,7 +13,6 @@ language:
     ```python gpu ranks=2         needs a GPU for each rank, and does the same with fewer
     ```python extra=NAME          needs the package's extra NAME; runs with ``--extra NAME`` only
     ```console                    runs as a shell script that stops at the first failure
-    ```console extra=NAME         the same, with ``--extra NAME`` only
     ```console dry-run            the same, with ``--dry-run`` added to each command
     ```console install            installs the package; whoever made the environment has done that
     ```toml file=mine.toml        is parsed, and saved if it has a name
@@ -37,7 +36,7 @@ from markdown_it import MarkdownIt
 
 LANGUAGES = {
     "python": {"ranks", "file", "gpu", "extra"},
-    "console": {"dry-run", "extra", "install"},
+    "console": {"dry-run", "install"},
     "toml": {"file"},
     "text": set[str](),
 }
@@ -105,10 +104,31 @@ def run(page: Path, python: Path, *, extra: str | None = None, timeout: float = 
 def run_block(block: Block, folder: Path, python: Path, *, timeout: float = 300.0) -> None:
     """Runs one block in the folder, or saves it there; see :func:`run`."""
     command = _prepare(block, folder, python)
-    if command:
-        code, output = _run(block, command, folder, python, timeout)
-        if code:
-            raise RuntimeError(f"{block} ended with exit code {code}\n{output}")
+    if not command:
+        return
+    left_out = ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PET_STANDALONE"] = "1"  # torchrun takes a free port, not always the same one
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that a block that hangs ends with everything it started
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
+    if process.returncode:
+        raise RuntimeError(f"{block} ended with exit code {process.returncode}\n{output}")
 
 
 def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
@@ -152,36 +172,6 @@ def _count_gpus(python: Path) -> int:
     question = "import torch; print(torch.cuda.device_count())"
     answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
     return int(answer.stdout) if answer.returncode == 0 else 0
-
-
-def _run(
-    block: Block, command: list[str], folder: Path, python: Path, timeout: float
-) -> tuple[int, str]:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "TRITON_INTERPRET")
-    }
-    environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
-    environment["OMP_NUM_THREADS"] = "1"
-    environment["PET_STANDALONE"] = "1"  # torchrun takes a free port, not always the same one
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # so that a block that hangs ends with everything it started
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
-    return process.returncode, output
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tools import browser
 from tools.course import deliverables, document, student_checks, students
-from tools.course.questions import PAGES, RESULTS, Part, answer, heading, parts
+from tools.course.questions import PAGES, RESULTS, Part, parts
 from tools.pages.rows import read
 
 from basics_model.sizes import model_config
@@ -23,6 +23,27 @@ PARTS = parts()
 GIB, MIB = 2**30, 2**20
 
 
+def answer(part: Part, page: str) -> tuple[str, str]:
+    """The line below a part's heading, and Markdown of its answer without the marks of a quote."""
+    match = re.search(rf"^## {re.escape(part.heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
+    assert match is not None, f"{part.file} has no heading {part.heading!r}"
+    asked, _, rest = match[1].strip().partition("\n\n")
+    quote = re.search(r"^> \*\*Answer\.\*\* (.*(?:\n>.*)*)", rest, re.MULTILINE)
+    assert quote is not None, f"{part.file} has no answer below {part.heading!r}"
+    return asked, re.sub(r"^> ?", "", quote[1], flags=re.MULTILINE)
+
+
+def paragraphs(text: str) -> list[str]:
+    """Those of an answer that are no tables, lists or code."""
+    return [p for p in text.split("\n\n") if p and not p.lstrip().startswith(("|", "- ", "```"))]
+
+
+def sentences(text: str) -> int:
+    """Answers have no abbreviations with full stops."""
+    prose = " ".join(p for p in text.split("\n\n") if not p.lstrip().startswith(("|", "```")))
+    return len([each for each in re.split(r"(?<=[.?!])[)*]*\s+(?=\S)", prose.strip()) if each])
+
+
 def name_of(part: Part) -> str:
     return f"{part.problem}-{part.label}-{part.editions[-1]}"
 
@@ -30,19 +51,18 @@ def name_of(part: Part) -> str:
 @pytest.mark.parametrize("part", PARTS, ids=name_of)
 def test_answer_has_the_asked_form(part: Part) -> None:
     page = part.file.read_text(encoding="utf-8")
-    found = answer(part, page)
-    assert found is not None, f"{part.file} has no answer below {heading(part)!r}"
-    assert found.asked_for == part.asked_for
+    asked_for, text = answer(part, page)
+    assert asked_for == part.asked_for
     if part.sentences:
         least, most = part.sentences
-        assert least <= found.sentences <= most, found.text
+        assert least <= sentences(text) <= most, text
     if part.paragraphs:
         least, most = part.paragraphs
-        assert least <= found.paragraphs <= most, found.text
+        assert least <= len(paragraphs(text)) <= most, text
     if "table" in part.form:
-        assert "|" in found.text
+        assert "|" in text
     if "picture" in part.form or "plot" in part.form:
-        assert re.search(r"!\[.*\]\(.*\.png\)", page) or "(../memory_profiling.md#" in found.text
+        assert re.search(r"!\[.*\]\(.*\.png\)", page) or "(../memory_profiling.md#" in text
 
 
 @pytest.mark.parametrize("part", PARTS, ids=name_of)
@@ -69,11 +89,12 @@ def test_every_answer_of_a_page_is_asked() -> None:
 @pytest.mark.nightly
 def test_commands_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that make rows again, and those of cells that no row has yet."""
-    missing = (part.missing.partition(" (")[0] for part in PARTS)
-    for command in dict.fromkeys([*(part.command for part in PARTS), *missing]):
+    missing = [part.missing.partition(" (")[0] for part in PARTS]
+    given = "; ".join([*(part.command for part in PARTS), *missing]).split("; ")
+    for command in dict.fromkeys(given):
         words = [word for word in shlex.split(command) if not word.startswith("PYTORCH_")]
         if words[:1] != ["bench-harness"]:
-            assert words[:1] in ([], ["uv"], ["torchrun"]), command
+            assert words[:1] in ([], ["uv"], ["torchrun"]) or "tools.course" in words, command
             continue
         assert cli.main([*words[1:], "--dry-run", "--json"]) == 0, command
         assert json.loads(capsys.readouterr().out)["cases"], command
@@ -81,22 +102,21 @@ def test_commands_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_sentences_are_counted() -> None:
     quote = "> **Answer.** It takes 1.5 ms (95 %). Is it? Yes.\n>\n> | a |\n"
-    text = f"## (a) Ask\n\nAsked for: x.\n\n{quote}"
+    text = f"## (a) Ask\n\nAsked for: x.\n\n{quote}\n## (b) Next\n\n> **Answer.** Other.\n"
     part = Part(problem="p", ask="Ask", editions=(2025,), page="p", command="", label="a")
-    found = answer(part, f"{text}\n## (b) Next\n\n> **Answer.** Other.\n")
-    assert found is not None
-    assert (found.sentences, found.asked_for) == (3, "Asked for: x.")
-    assert answer(part, "## (b) Ask\n") is None
+    asked_for, found = answer(part, text)
+    assert (sentences(found), asked_for) == (3, "Asked for: x.")
+    with pytest.raises(AssertionError, match="has no answer"):
+        answer(part, "## (a) Ask\n\nAsked for: x.\n")
 
 
 def test_one_kind_of_gpu_for_each_answer() -> None:
     """The first sentences of an answer name no two kinds of GPU, except to say that they differ."""
     for part in PARTS:
-        found = answer(part, part.file.read_text(encoding="utf-8"))
-        assert found is not None
-        kinds = set(re.findall(r"\b(?:H100|H200|B200)", found.text))
+        _, text = answer(part, part.file.read_text(encoding="utf-8"))
+        kinds = set(re.findall(r"\b(?:H100|H200|B200)", text))
         if len(kinds) > 1:
-            assert "not a ranking" in found.text, found.text
+            assert "not a ranking" in text, text
 
 
 # --- numbers that are calculated ----------------------------------------------------------------
@@ -308,7 +328,7 @@ def test_document_has_every_answer(edition: int) -> None:
     text = document.text(edition)
     chosen = [part for part in PARTS if edition in part.editions]
     for part in chosen:
-        assert heading(part) in text
+        assert f"## {part.heading}" in text
     assert text.count("> **Answer.**") == len(chosen)
     for path in re.findall(r"\((/[^)]+\.png)\)", text):
         assert Path(path).is_file()
@@ -317,11 +337,14 @@ def test_document_has_every_answer(edition: int) -> None:
 @pytest.mark.nightly
 def test_document_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("markdown", reason="needs the dependency group docs")
-    pytest.importorskip("fpdf", reason="needs the dependency group docs")
+    if browser.find() is not None:
+        html, pdf = document.write(2026, tmp_path)
+        assert "data:image/png;base64," in html.read_text(encoding="utf-8")
+        assert pdf.read_bytes().startswith(b"%PDF")
     monkeypatch.setattr(browser, "NAMES", ("no-such-browser",))
-    html, pdf = document.write(2026, tmp_path)
-    assert "data:image/png;base64," in html.read_text(encoding="utf-8")
-    assert pdf.read_bytes().startswith(b"%PDF")
+    with pytest.raises(browser.BrowserError, match="no-such-browser must be on the PATH"):
+        document.write(2025, tmp_path)
+    assert len(document.write(2025, tmp_path, pdf=False)) == 1
 
 
 BROKEN = """

@@ -14,18 +14,28 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 of_each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+def kinds(path: Path) -> list[list[tuple[str, ...]]]:
+    """Kinds of each cell's outputs: a stream, or what a result can be shown as."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [
+        [(each["output_type"], *sorted(each.get("data", {}))) for each in cell.get("outputs", [])]
+        for cell in cells
+    ]
+
+
 @pytest.mark.nightly
 @of_each_notebook
-def test_runs_and_shows_what_is_stored(path: Path) -> None:
+def test_runs_and_shows_what_is_stored(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs the dependency group docs")
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.run_notebooks", "--check", str(path)],
+        [sys.executable, "-m", "scripts.run_notebooks", "--output", str(tmp_path), str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    assert kinds(tmp_path / path.name) == kinds(path), "run python -m scripts.run_notebooks"
 
 
 @of_each_notebook

@@ -12,7 +12,8 @@ from urllib.parse import unquote
 
 import pytest
 from tools import browser
-from tools.pages import draw as draw_pictures
+
+from shard_optim.accounting import STAGES, rank_memory
 
 pytestmark = pytest.mark.nightly
 
@@ -178,10 +179,11 @@ def test_every_public_name_is_in_the_reference(
     assert names <= page.anchors, sorted(names - page.anchors)
 
 
-@pytest.mark.parametrize("name", draw_pictures.PICTURES)
-def test_pictures_are_as_the_script_draws_them(name: str) -> None:
-    drawn = draw_pictures.PICTURES[name]()
-    assert drawn == (draw_pictures.FOLDER / f"{name}.svg").read_text()
+def test_the_picture_of_the_stages_is_the_accounting() -> None:
+    """Bytes per parameter on one of eight ranks, at the end of each stage's bar."""
+    drawn = (ROOT / "docs" / "pictures" / "zero-stages.svg").read_text()
+    totals = re.findall(r'class="bold" text-anchor="start">([\d.]+)<', drawn)
+    assert totals == [f"{rank_memory(1, world_size=8, stage=each).total:g}" for each in STAGES]
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,9 @@ class Inputs:
     @property
     def mask_and_bias(self) -> MaskAndBias:
         given = dict.fromkeys(NAMES) | self.tensors | {"bias": None}
+        leading, heads, lengths = (self.case.batch,), self.case.heads[0], self.case.lengths[0]
         resolved = resolve_mask_and_bias(
-            **given,
-            leading=(self.case.batch,),
-            heads=self.case.heads[0],
-            lengths=self.case.lengths[0],
-            device=self.query.device,
+            tuple(given.values()), leading, heads, lengths, self.query.device
         )
         return replace(resolved, bias=self.bias)  # may be of a dtype that only the oracle takes
 

@@ -3,7 +3,6 @@
 import torch
 
 from basics_model import (
-    AdamW,
     ModelConfig,
     TransformerLM,
     generate,
@@ -22,6 +21,4 @@ def mistakes(model: TransformerLM, tokens: torch.Tensor) -> None:
     TransformerLM(model_config("small"), attention="sdpa")  # refused
     generate(model, tokens, max_new_tokens=8, temprature=0.8)  # refused
     generate(model, tokens, 8)  # refused
-    AdamW(model.parameters(), learning_rate=1e-3)  # refused
-    AdamW(model.parameters(), betas=0.9)  # refused
     print(load_checkpoint("folder/3.pt").steps)  # refused

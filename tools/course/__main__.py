@@ -7,12 +7,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.course import deliverables
+from tools.browser import BrowserError
+from tools.course import deliverables, precision
 from tools.course.document import write
-from tools.course.precision import Precision
 from tools.course.students import check
 from tools.pages.rows import measure
 
+from bench_harness.environment import resolve_device
 from bench_harness.store import replace_file
 
 
@@ -32,23 +33,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounded.add_argument("target", type=Path, help="a file NAME.jsonl")
     rounded.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     given = parser.parse_args(arguments)
+    if given.command == "check":
+        only = [text for text in map(str.strip, given.only.split(",")) if text]
+        return check(given.adapters, only)
     if given.command == "precision":
-        measure(Precision(), {"device": given.device}, given.target)
-        return 0
-    if given.command == "table":
+        measure(precision.case(resolve_device(given.device)), precision.run, given.target)
+    elif given.command == "table":
         replace_file(deliverables.PAGE, deliverables.table().encode())
-        return 0
-    if given.command == "document":
+    else:
         try:
             for edition in given.edition or (2025, 2026):
                 for path in write(edition, given.output, pdf=not given.no_pdf):
                     print(path)
-        except ValueError as error:
+        except (ValueError, BrowserError) as error:
             print(f"tools.course: {error}", file=sys.stderr)
             return 1
-        return 0
-    only = [text for text in map(str.strip, given.only.split(",")) if text]
-    return check(given.adapters, only)
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 A document holds what the course grades: of each page the questions, the asked form, the answers,
 what stands between an answer and the next question, and the pictures. Tables of rows stay on the
-pages. The PDF comes from Chromium where one is installed, and else from fpdf2 of the group docs.
+pages. Chromium prints the PDF.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def write(edition: int, folder: Path, *, pdf: bool = True) -> list[Path]:
         The files written.
 
     Raises:
-        ValueError: the group docs is not installed, or Chromium failed.
+        ValueError: the group docs is not installed.
+        BrowserError: there is no Chromium, which prints the PDF, or it failed.
     """
     try:
         markdown: Any = importlib.import_module("markdown")
@@ -61,13 +62,7 @@ def write(edition: int, folder: Path, *, pdf: bool = True) -> list[Path]:
     if not pdf:
         return [html]
     target = folder / f"answers-{edition}.pdf"
-    if browser.find() is None:
-        _by_library(body, title, target)
-    else:
-        try:
-            browser.run(html, f"--print-to-pdf={target.resolve()}", "--no-pdf-header-footer")
-        except browser.BrowserError as error:
-            raise ValueError(str(error)) from None
+    browser.run(html, f"--print-to-pdf={target.resolve()}", "--no-pdf-header-footer")
     return [html, target]
 
 
@@ -105,53 +100,3 @@ _PNG = re.compile(r'src="(?P<path>/[^"]+\.png)"')
 def _embedded(match: re.Match[str]) -> str:
     data = base64.b64encode(Path(match["path"]).read_bytes()).decode()
     return f'src="data:image/png;base64,{data}"'
-
-
-def _by_library(body: str, title: str, target: Path) -> None:
-    """A plain PDF by fpdf2, with matplotlib's fonts, which have the signs of formulas."""
-    try:
-        fpdf: Any = importlib.import_module("fpdf")
-    except ImportError:
-        raise ValueError(
-            "a PDF must have Chromium on the PATH or the library fpdf2, but got neither. Give the "
-            "command under uv run --group docs, or --no-pdf."
-        ) from None
-    import matplotlib as mpl
-
-    fonts = Path(mpl.get_data_path()) / "fonts" / "ttf"
-    document = fpdf.FPDF()
-    document.set_title(title)
-    for family, name in (("serif", "DejaVuSans"), ("mono", "DejaVuSansMono")):
-        for style, suffix in (("", ""), ("B", "-Bold"), ("I", "-Oblique"), ("BI", "-BoldOblique")):
-            document.add_font(family, style, fonts / f"{name}{suffix}.ttf")
-    document.set_font("serif", size=9)
-    document.add_page()
-    styles = {
-        "code": fpdf.FontFace(family="mono", size_pt=8),
-        "pre": fpdf.TextStyle(font_family="mono", font_size_pt=7, t_margin=2, b_margin=2),
-        "blockquote": fpdf.TextStyle(l_margin=6, t_margin=2, b_margin=2),
-        "h1": fpdf.TextStyle(font_style="B", font_size_pt=16, t_margin=10, b_margin=3),
-        "h2": fpdf.TextStyle(font_style="B", font_size_pt=11, t_margin=6, b_margin=2),
-    }
-    document.write_html(_simplified(body), font_family="serif", tag_styles=styles)
-    document.output(str(target))
-
-
-def _simplified(body: str) -> str:
-    """HTML that fpdf2 sets: cells without tags inside, tables outside quotes, small pictures."""
-    body = re.sub(
-        r"<(t[dh])\b([^>]*)>(.*?)</\1>",
-        lambda cell: f"<{cell[1]}{cell[2]}>{re.sub('<[^>]+>', '', cell[3])}</{cell[1]}>",
-        body,
-        flags=re.DOTALL,
-    )
-    body = re.sub(
-        r"<blockquote>.*?</blockquote>",
-        lambda quote: re.sub(
-            r"(<table>.*?</table>)", r"</blockquote>\1<blockquote>", quote[0], flags=re.DOTALL
-        ),
-        body,
-        flags=re.DOTALL,
-    )
-    body = re.sub(r"<blockquote>\s*</blockquote>", "", body)
-    return body.replace("<table>", '<table width="100%">').replace("<img ", '<img width="500" ')

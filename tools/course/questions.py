@@ -1,4 +1,4 @@
-"""The assignment's questions: how each is asked, and the answer that its page gives.
+"""The assignment's questions: how each is asked, and where its page answers it.
 
 A page answers a part under a heading ``## (b) ASK``; the line after it says what form is asked for,
 and the answer is the quote that begins with ``**Answer.**``. Everything else is evidence.
@@ -16,11 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "assignment"
 RESULTS = ROOT / "docs" / "results"
 _FILE = Path(__file__).with_name("questions.toml")
-
-_HEADING = re.compile(r"^##+ (?:`(?P<problem>\w+)` )?(?:\((?P<label>[a-f])\) )?(?P<ask>.+)$")
-_ANSWER = "> **Answer.**"
-#: The end of a sentence: answers have no abbreviations with full stops.
-_END = re.compile(r"(?<=[.?!])[)*]*\s+(?=\S)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +66,15 @@ class Part:
         return PAGES / f"{self.page}.md"
 
     @property
+    def heading(self) -> str:
+        """The heading under which the page answers it, without its marks."""
+        shared = f"`{self.problem}` " if self.page == "2026/calculations" else ""
+        return f"{shared}{f'({self.label}) ' if self.label else ''}{self.ask}"
+
+    @property
     def anchor(self) -> str:
-        """The anchor of the part's heading on its page, as GitHub makes it."""
-        text = _slug_text(self)
-        return re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-
-
-def heading(part: Part) -> str:
-    """The heading under which the part's page answers it."""
-    return f"## {_slug_text(part)}"
-
-
-def _slug_text(part: Part) -> str:
-    shared = f"`{part.problem}` " if part.page == "2026/calculations" else ""
-    return f"{shared}{f'({part.label}) ' if part.label else ''}{part.ask}"
+        """The heading's anchor on its page, as GitHub makes it."""
+        return re.sub(r"[^\w\- ]", "", self.heading.lower()).replace(" ", "-")
 
 
 def parts() -> list[Part]:
@@ -99,55 +89,3 @@ def parts() -> list[Part]:
             }
             found.append(Part(problem=problem["name"], **given))
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """An answer as its page gives it.
-
-    Attributes:
-        asked_for: the line below the heading.
-        text: Markdown of the quote, without its marks.
-    """
-
-    asked_for: str
-    text: str
-
-    @property
-    def paragraphs(self) -> int:
-        """Number of paragraphs, tables and lists left out."""
-        return len([p for p in self.text.split("\n\n") if not p.lstrip().startswith(("|", "- "))])
-
-    @property
-    def sentences(self) -> int:
-        """Number of sentences, tables and code left out."""
-        prose = " ".join(
-            paragraph
-            for paragraph in self.text.split("\n\n")
-            if not paragraph.lstrip().startswith(("|", "```"))
-        )
-        return len([text for text in _END.split(prose.strip()) if text])
-
-
-def answer(part: Part, page: str) -> Answer | None:
-    """The answer to a part in the text of its page; None if the page has none."""
-    lines = page.splitlines()
-    try:
-        start = lines.index(heading(part)) + 1
-    except ValueError:
-        return None
-    body = []
-    for line in lines[start:]:
-        if _HEADING.match(line) and not line.startswith("###"):
-            break
-        body.append(line)
-    asked = next((line for line in body if line.startswith("Asked for:")), "")
-    quotes = "\n".join(body).split(_ANSWER, 1)
-    if len(quotes) < 2:
-        return None
-    text: list[str] = []
-    for line in quotes[1].splitlines():
-        if text and not line.startswith(">"):
-            break
-        text.append(line.removeprefix(">").removeprefix(" ") if text else line.strip())
-    return Answer(asked_for=asked, text="\n".join(text).strip())

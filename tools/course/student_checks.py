@@ -63,16 +63,22 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tu
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
-def _check_attention(
-    function: Any, device: str, *, queries: int, keys: int, causal: bool, what: str
+def attention(
+    adapters: ModuleType, kind: str, *, queries: int, keys: int, causal: bool
 ) -> str | None:
+    """Forward, logsumexp and backward of one of the two functions."""
+    names = [f"get_flashattention_autograd_function_{kind}", f"get_flash_autograd_function_{kind}"]
+    get = _adapter(adapters, *names)
+    if kind == "triton" and not torch.cuda.is_available():
+        raise Absent("Triton kernels need a GPU")
+    device, what = "cuda" if kind == "triton" else "cpu", f"{names[0]}()"
     torch.manual_seed(0)
     shapes = ((2, queries, 32), (2, keys, 32), (2, keys, 32))
     inputs = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
     try:
-        found = function.apply(*inputs, causal)
+        found = get().apply(*inputs, causal)
     except Exception as error:  # noqa: BLE001 - any error of theirs is told
-        return f"Forward of {what} raises {type(error).__name__}: {_first_line(error)}"
+        return _raised(f"Forward of {what}", error)
     expected, logsumexp = _attention(*inputs, causal=causal)
     if found.shape != expected.shape:
         shapes_told = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
@@ -94,13 +100,18 @@ def _check_attention(
     try:
         gradients = torch.autograd.grad(found, inputs, weight)
     except Exception as error:  # noqa: BLE001
-        return f"Backward of {what} raises {type(error).__name__}: {_first_line(error)}"
+        return _raised(f"Backward of {what}", error)
     for name, mine, theirs in zip(("dQ", "dK", "dV"), wanted, gradients, strict=True):
         if theirs is None or not torch.allclose(theirs, mine, rtol=1e-2, atol=1e-2):
             return f"{name} of {what} is wrong, while its forward is right." + _why_gradient(
                 mine, theirs, inputs[0].shape[-1]
             )
     return None
+
+
+def _raised(what: str, error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    return f"{what} raises {type(error).__name__}: {line}"
 
 
 def _why_output(found: Tensor, inputs: list[Tensor], *, causal: bool, what: str) -> str:
@@ -124,23 +135,6 @@ def _why_gradient(wanted: Tensor, found: Tensor | None, width: int) -> str:
         if torch.allclose(found, wanted * factor, rtol=1e-2, atol=1e-2):
             return f" It {why} the factor 1/sqrt(head dimension)."
     return " Check D = rowsum(O * dO) and the mask in the recomputed probabilities."
-
-
-def attention(
-    adapters: ModuleType, kind: str, *, queries: int, keys: int, causal: bool
-) -> str | None:
-    """Forward, logsumexp and backward of one of the two functions."""
-    names = [f"get_flashattention_autograd_function_{kind}", f"get_flash_autograd_function_{kind}"]
-    get = _adapter(adapters, *names)
-    if kind == "triton" and not torch.cuda.is_available():
-        raise Absent("Triton kernels need a GPU")
-    device = "cuda" if kind == "triton" else "cpu"
-    what = f"{names[0]}()"
-    return _check_attention(get(), device, queries=queries, keys=keys, causal=causal, what=what)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 # --- data parallelism -----------------------------------------------------------------------
@@ -210,9 +204,11 @@ def data_parallel(
         first = parameter.detach().clone()
         dist.broadcast(first, 0)
         same = torch.equal(first, parameter)
-        told = _agreed(None if same else f"Ranks begin with different values of {name}.")
-        if told is not None:
-            return f"{told} Broadcast rank 0's parameters when the model is wrapped."
+        if _agreed(None if same else name):
+            return (
+                f"Ranks begin with different values of {name}. Broadcast rank 0's parameters when "
+                "the model is wrapped."
+            )
     reference = _Toy()
     reference.load_state_dict(inner.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -249,9 +245,13 @@ def data_parallel(
 
 def _agreed(told: str | None) -> str | None:
     """What the first rank with something to tell says; every rank calls it."""
-    every: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, told)
-    return next((each for each in every if each is not None), None)
+    return next((each for each in _gathered(told) if each is not None), None)
+
+
+def _gathered(value: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, value)
+    return every
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:
@@ -266,9 +266,8 @@ def _why_averaged(
     name: str, found: Tensor | None, settled: Tensor | None, wanted: Tensor
 ) -> str | None:
     """The reason why a gradient is not the mean; None on a rank where it is."""
-    ranks = dist.get_world_size()
-    every: list[Tensor | None] = [None] * ranks
-    dist.all_gather_object(every, found)
+    every = _gathered(found)
+    ranks = len(every)
     if found is None:
         return f"{name} has no gradient after backward."
     if _equal(found, wanted):
@@ -297,19 +296,18 @@ def _why_averaged(
 
 
 def sharded_optimizer(
-    _rank: int, world_size: int, adapters: ModuleType, *, harder: bool
+    _rank: int, _world_size: int, adapters: ModuleType, *, harder: bool
 ) -> str | None:
     """Steps of a sharded AdamW beside a plain one; harder: a later group and a changed rate."""
     make = _adapter(adapters, "get_sharded_optimizer")
     torch.manual_seed(0)
     model = _Toy()
     reference = copy.deepcopy(model)
-    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "betas": (0.9, 0.99)}
 
     def begun(make_one: Callable[..., Any], owner: _Toy) -> Any:
         later = list(owner.narrow.parameters()) if harder else []
         first = [p for p in owner.parameters() if all(p is not one for one in later)]
-        one = make_one(first, **settings)
+        one = make_one(first, lr=0.1, weight_decay=0.1, betas=(0.9, 0.99))
         if harder:
             one.add_param_group({"params": later, "lr": 0.05})
         return one
@@ -317,21 +315,18 @@ def sharded_optimizer(
     optimizer = begun(lambda first, **given: make(first, torch.optim.AdamW, **given), model)
     plain = begun(torch.optim.AdamW, reference)
     for step in range(4):
-        for one in (optimizer, plain):
+        for owner, one in ((model, optimizer), (reference, plain)):
             one.zero_grad()
             if harder and step == 2:
                 for group in one.param_groups:
                     group["lr"] *= 0.1
-        _loss(model, step, 0).backward()
-        _loss(reference, step, 0).backward()
-        optimizer.step()
-        plain.step()
+            _loss(owner, step, 0).backward()
+            one.step()
         ends = {name: p.detach() for name, p in model.named_parameters()}
         right = {n for n, p in reference.named_parameters() if torch.allclose(ends[n], p, **_CLOSE)}
         wrong = _agreed(next((name for name in ends if name not in right), None))
         if wrong is not None:
-            every: list[Any] = [None] * world_size
-            dist.all_gather_object(every, ends[wrong])
+            every = _gathered(ends[wrong])
             if not all(torch.allclose(each, every[0], **_CLOSE) for each in every):
                 return (
                     f"Ranks have different values of {wrong} after step {step + 1}. After its own "

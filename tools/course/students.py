@@ -86,12 +86,12 @@ def check(adapters: Path, only: Sequence[str] = ()) -> int:
 def run(one: Check, path: Path) -> tuple[str, str]:
     """A verdict, "ok", "wrong" or "skipped", and the sentence that explains it."""
     if not one.ranks:
-        return _verdict(_called(one.call, path))
+        return _called(one.call, path)
     outcomes = launch_each(
         _on_rank, _RANKS, str(path), one.call, collective_timeout_s=_SECONDS / 2, timeout_s=_SECONDS
     )
     told = [outcome.value for outcome in outcomes if outcome.ok]
-    for verdict, sentence in map(_verdict, told):
+    for verdict, sentence in told:
         if verdict != "ok":
             return verdict, sentence
     if len(told) == len(outcomes):
@@ -110,19 +110,13 @@ def _on_rank(rank: int, _world_size: int, _device: Any, path: str, call: Callabl
     return _called(partial(call, rank, _RANKS), Path(path))
 
 
-def _called(call: Callable[..., str | None], path: Path) -> tuple[str, str | None]:
-    """What a check found, and "absent" if it does not apply."""
+def _called(call: Callable[..., str | None], path: Path) -> tuple[str, str]:
+    """What :func:`run` returns, of one process."""
     import torch
 
     torch.set_num_threads(1)
     try:
-        return "found", call(checks.load(path))
+        sentence = call(checks.load(path))
     except checks.Absent as absent:
-        return "absent", str(absent)
-
-
-def _verdict(told: tuple[str, str | None]) -> tuple[str, str]:
-    kind, sentence = told
-    if kind == "absent":
-        return "skipped", f"{sentence}."
+        return "skipped", f"{absent}."
     return ("ok", "") if sentence is None else ("wrong", sentence)

@@ -1,4 +1,4 @@
-"""``python -m tools.pages``: fills pages from published rows, publishes rows, draws pictures."""
+"""``python -m tools.pages``: fills pages from published rows, publishes rows."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.pages import draw, versions
+from tools.pages import loss_curves, versions
 from tools.pages.fill import render
-from tools.pages.loss_curves import PRODUCTS, PUBLISHED, LossCurves
 from tools.pages.rows import measure, publish
 
 from bench_harness.core import plural
+from bench_harness.environment import resolve_device
 from bench_harness.store import Store, StoreError, replace_file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0 done, 1 a page is outdated or has a problem,
-    2 rows that cannot be published."""
+    2 what was given cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m tools.pages", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fill = commands.add_parser("fill", help="fill the marked blocks of Markdown files")
@@ -28,12 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows.add_argument("target", type=Path)
     rows.add_argument("runs", nargs="+", type=Path)
     rows.add_argument("--only", default="", help="experiments, or parts of labels, with commas")
-    commands.add_parser("draw", help="draw the explaining pictures of the documentation")
     curves = commands.add_parser("curves", help="train on real text, and write loss curves")
     curves.add_argument("target", type=Path)
-    curves.add_argument(
-        "--products", action="store_true", help="joined and float8 products, against bf16"
-    )
+    curves.add_argument("variants", nargs="*", help="as for train-step; the first is the reference")
     tested = commands.add_parser("tested", help="record a run of the GPU tests")
     tested.add_argument("junit", type=Path, help="what pytest --junitxml wrote")
     tested.add_argument("--part", required=True, choices=["one GPU", "several GPUs"])
@@ -41,30 +38,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--machine", required=True, help="GPUs, torch and triton")
     tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
-    if given.command == "draw":
-        draw.main()
-        return 0
-    if given.command == "curves":
-        measure(LossCurves(), PRODUCTS if given.products else PUBLISHED, given.target)
-        return 0
-    if given.command == "fill":
-        return max(_fill(file, check=given.check) for file in given.files)
-    if given.command == "tested":
-        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
-        try:
-            run = versions.record(given.target, given.junit, **about)
-        except ValueError as error:
-            print(f"tools.pages: {error}", file=sys.stderr)
-            return 2
-        print(f"{run['passed']} passed, in {given.target}")
-        return 0
-    only = [text for text in map(str.strip, given.only.split(",")) if text]
     try:
-        count = publish(map(Store, given.runs), given.target, only)
+        return _done(given)
     except (ValueError, StoreError) as error:
         print(f"tools.pages: {error}", file=sys.stderr)
         return 2
-    print(f"{plural(count, 'case')} in {given.target}")
+
+
+def _done(given: argparse.Namespace) -> int:
+    if given.command == "fill":
+        return max(_fill(file, check=given.check) for file in given.files)
+    if given.command == "curves":
+        case = loss_curves.case(given.variants, resolve_device("auto"))
+        measure(case, loss_curves.run, given.target)
+    elif given.command == "tested":
+        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
+        run = versions.record(given.target, given.junit, **about)
+        print(f"{run['passed']} passed, in {given.target}")
+    else:
+        only = [text for text in map(str.strip, given.only.split(",")) if text]
+        count = publish(map(Store, given.runs), given.target, only)
+        print(f"{plural(count, 'case')} in {given.target}")
     return 0
 
 

@@ -1,52 +1,4 @@
-"""Fills the marked blocks of a Markdown file from published rows.
-
-A block begins with a comment that names its recipe in a TOML file, and ends with a closing mark;
-what stands between the two is replaced::
-
-    <!-- bench-harness: README.tables.toml#steps -->
-    ... the table ...
-    <!-- /bench-harness -->
-
-The file holds sources, which all of its blocks may show, and the blocks. Paths are relative to it::
-
-    [source.steps]
-    rows = "../results/train-step.jsonl"
-    experiment = "train-step"
-    table = "Training steps"
-    cases = ["b8 s512"]
-
-    [block.steps.show]
-    source = "steps"
-    columns = ["variant", ["median (ms)", "step (ms)"]]
-    where = { status = "ok" }
-    sort = "median (ms)"
-    names = "variant"
-
-``names`` says which column holds labels of variants: they are shown by the short names that
-:mod:`tools.pages.variant_names` makes, with the whole label in a small second line unless it says
-the same; ``settings = false`` leaves it out. ``interval = ["median (ms)", "95 % low (ms)",
-"95 % high (ms)"]`` writes the last two behind the first, in brackets.
-
-``cases`` are parts of labels; one that is the whole label of a case names only that case. A source
-without ``experiment`` shows the rows themselves, with ``where`` on their own names:
-``fields = [["variant", "wrapper"], ["state.bytes", "state (GiB)", 1073741824]]`` names each column,
-by dots where it is nested, and may divide it; ``by`` groups rows and shows medians, and
-``pivot = ["pass", "time (ms)"]`` makes a column of each pass.
-
-Instead of a table a block may hold ``text``, a template whose numbers come from sources, so that a
-sentence cannot drift from the rows::
-
-    [block.cost]
-    text = "Naive takes {{ naive | figure }} ms, {{ (naive / none) | figure(2) }} times as long."
-    [block.cost.value]
-    naive = ["steps", "median (ms)", { variant = "NaiveDDP" }]
-    none = ["steps", "median (ms)", { variant = "no communication" }]
-
-or a picture, ``[block.NAME.figure]`` with ``source``, ``name`` and ``file``, and ``variants`` if it
-is to show some of them, by their short names, or of plain rows the timelines, told apart ``by`` a
-field; or ``measured = ["steps"]``, which lists hardware,
-versions and commits, or ``versions``, the table of :mod:`tools.pages.versions`.
-"""
+"""Fills the marked blocks of a Markdown file from published rows; README.md describes recipes."""
 
 from __future__ import annotations
 
@@ -59,11 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.course import bucket_model
-from tools.course.precision import Precision
-from tools.pages import out_of_memory, recomputation, timelines, versions
+from tools.pages import bucket_model, loss_curves, recomputation, timelines, versions
 from tools.pages import rows as published
-from tools.pages.loss_curves import LossCurves
 from tools.pages.variant_names import short_names
 
 from bench_harness import experiments
@@ -89,8 +38,12 @@ _UNESCAPED = str.maketrans(
 )
 _KEYS = ("show", "text", "value", "figure", "measured", "versions")
 _RECIPES = ("source", "block")
-_SOURCE = ("rows", "experiment", "table", "cases", "fields", "by", "pivot", "where")
+_SOURCE = ("rows", "experiment", "table", "cases", "fields", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
+_OWN_TABLES: dict[Any, Callable[[pd.DataFrame], pd.DataFrame]] = {
+    own.TITLE: own.table for own in (bucket_model, loss_curves, recomputation)
+}
+_OWN_FIGURES = {own.FIGURE: own.figure for own in (bucket_model, loss_curves)}
 _FIGURE = ("source", "name", "file", "title", "variants", "by")
 
 
@@ -119,42 +72,26 @@ class _Source:
     frame: pd.DataFrame
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Recipes:
-    """The recipes of one file, and what all files of a page share.
+    """The recipes of one file, and what was made from them.
 
     Attributes:
         folder: of the file; paths in it are relative to it.
         links_from: folder of the Markdown file, which links to pictures.
         blocks: by name.
         given: sources by name, as the file has them; each is read when a block shows it.
-        page: the page's recipes, pictures, read rows and tables.
+        pictures: of the page.
     """
 
     folder: Path
     links_from: Path
     blocks: Mapping[str, Any]
     given: Mapping[str, Any]
-    page: _Page
+    pictures: dict[Path, Callable[[], bytes]]
     sources: dict[str, _Source] = field(default_factory=dict)
-
-
-@dataclass
-class _Page:
-    """What the blocks of one Markdown file share."""
-
-    recipes: dict[Path, _Recipes] = field(default_factory=dict)
-    pictures: dict[Path, Callable[[], bytes]] = field(default_factory=dict)
     read: dict[Path, list[Row]] = field(default_factory=dict)
     tables: dict[tuple[Any, ...], dict[str, pd.DataFrame]] = field(default_factory=dict)
-
-
-def _experiment(name: str) -> experiments.Experiment:
-    """An experiment of the package, or the repository's own."""
-    for own in (LossCurves(), Precision()):
-        if name == own.name:
-            return own
-    return experiments.get(name)
 
 
 def render(file: Path) -> Rendered:
@@ -164,9 +101,9 @@ def render(file: Path) -> Rendered:
         OSError: the file cannot be read.
     """
     text = file.read_text(encoding="utf-8")
-    page = _Page()
+    recipes: dict[Path, _Recipes] = {}
+    pictures: dict[Path, Callable[[], bytes]] = {}
     problems: list[str] = []
-
     fenced = [match.span() for match in _FENCED.finditer(text)]
 
     def shown_as_code(match: re.Match[str]) -> bool:
@@ -179,7 +116,10 @@ def render(file: Path) -> Rendered:
         if shown_as_code(match):
             return match[0]
         try:
-            body = _body(*_recipe(file.parent, match, page))
+            found = file.parent / match["file"]
+            if found not in recipes:
+                recipes[found] = _recipes(found, file.parent, pictures)
+            body = _body(match["name"], recipes[found], found.name)
         except ValueError as error:
             problems.append(f"{at(match.start())}: {error}")
             return match[0]
@@ -196,45 +136,34 @@ def render(file: Path) -> Rendered:
             )
     if problems:
         return Rendered(text=text, pictures={}, problems=problems)
-    return Rendered(text=_BLOCK.sub(filled, text), pictures=page.pictures, problems=problems)
+    return Rendered(text=_BLOCK.sub(filled, text), pictures=pictures, problems=problems)
 
 
-def _recipe(folder: Path, match: re.Match[str], page: _Page) -> tuple[Mapping[str, Any], _Recipes]:
-    """A block's recipe, and the file that holds it."""
-    file, name = folder / match["file"], match["name"]
-    if file not in page.recipes:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"recipes must be a readable file, but got {file} ({error.strerror}). Correct the "
-                "mark."
-            ) from None
-        try:
-            given = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(
-                f"{file.name} must be TOML, but got an error: {error}. Correct it."
-            ) from None
-        _check_keys(given, _RECIPES, file.name)
-        page.recipes[file] = _Recipes(
-            folder=file.parent,
-            links_from=folder,
-            blocks=given.get("block", {}),
-            given=given.get("source", {}),
-            page=page,
-        )
-    found = page.recipes[file]
-    if name not in found.blocks:
+def _recipes(file: Path, links_from: Path, pictures: dict[Path, Callable[[], bytes]]) -> _Recipes:
+    """The recipes of a file."""
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
         raise ValueError(
-            f"block must be one of {', '.join(found.blocks)} in {file.name}, but got {name!r}. "
-            "Correct the mark."
-        )
-    return found.blocks[name], found
+            f"recipes must be a readable file, but got {file} ({error.strerror}). Correct the mark."
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(
+            f"{file.name} must be TOML, but got an error: {error}. Correct it."
+        ) from None
+    _check_keys(given, _RECIPES, file.name)
+    return _Recipes(
+        folder=file.parent,
+        links_from=links_from,
+        blocks=given.get("block", {}),
+        given=given.get("source", {}),
+        pictures=pictures,
+    )
 
 
-def _body(block: Mapping[str, Any], recipes: _Recipes) -> str:
+def _body(name: str, recipes: _Recipes, file: str) -> str:
     """The text between a block's marks."""
+    block = _one_of("block", recipes.blocks, name, f" in {file}", remedy="Correct the mark.")
     _check_keys(block, _KEYS, "block")
     parts = []
     if "measured" in block:
@@ -275,48 +204,53 @@ def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
     files = [recipes.folder / name for name in ([given] if isinstance(given, str) else given)]
     rows = []
     for file in files:
-        if file not in recipes.page.read:
-            recipes.page.read[file] = published.read(file)
-        rows += recipes.page.read[file]
+        if file not in recipes.read:
+            recipes.read[file] = published.read(file)
+        rows += recipes.read[file]
     name = wanted.get("experiment")
     if name is not None:
         rows = [row for row in rows if row["experiment"] == name]
-    rows = _of_cases(rows, wanted.get("cases", []))
+    if cases := wanted.get("cases", []):
+        labels = {row["label"] for row in rows}
+        exact = labels.intersection(cases)
+        texts = [text for text in cases if text not in exact]
+        rows = [
+            row
+            for row in rows
+            if row["label"] in exact or any(text in row["label"] for text in texts)
+        ]
     if not rows:
-        named = f" of cases named {', '.join(wanted['cases'])}" if "cases" in wanted else ""
+        of = "".join(
+            [f" of {name}" * bool(name), f" of cases named {', '.join(cases)}" * bool(cases)]
+        )
         raise ValueError(
-            f"rows of {given} must hold {'rows' if name is None else f'rows of {name}'}{named}, "
-            "but got none. Measure them again, or correct the source."
+            f"rows of {given} must hold rows{of}, but got none. Measure them again, or correct the "
+            "source."
         )
     if name is None:
         frame = _fields(rows, wanted)
     else:
-        key = (name, *map(str, files), *wanted.get("cases", []))
-        if key not in recipes.page.tables:
-            made = _experiment(name).tables(to_frame(rows))
-            recipes.page.tables[key] = {table.title: table.frame for table in made}
-        tables = recipes.page.tables[key]
-        for own in (bucket_model, out_of_memory, recomputation):
-            if wanted.get("table") == own.TITLE:
-                tables[own.TITLE] = own.table(to_frame(rows)).frame
-        if wanted.get("table") not in tables:
-            raise ValueError(
-                f"table must be one of {', '.join(tables)}, but got {wanted.get('table')!r}. "
-                "Correct it."
-            )
-        frame = _where(tables[wanted["table"]], wanted.get("where", {}))
+        frame = _where(_table(name, rows, files, wanted, recipes), wanted.get("where", {}))
     return _Source(files=files, rows=rows, experiment=name, frame=frame)
 
 
-def _of_cases(rows: list[Row], texts: Sequence[str]) -> list[Row]:
-    if not texts:
-        return rows
-    labels = {row["label"] for row in rows}
-
-    def named(label: str) -> bool:
-        return any(text == label if text in labels else text in label for text in texts)
-
-    return [row for row in rows if named(row["label"])]
+def _table(
+    experiment: str,
+    rows: list[Row],
+    files: list[Path],
+    wanted: Mapping[str, Any],
+    recipes: _Recipes,
+) -> pd.DataFrame:
+    """A table of an experiment, or one that only these pages have."""
+    title = wanted.get("table")
+    if title in _OWN_TABLES:
+        return _OWN_TABLES[title](to_frame(rows))
+    key = (experiment, *map(str, files), *wanted.get("cases", []))
+    if key not in recipes.tables:
+        made = experiments.get(experiment).tables(to_frame(rows))
+        recipes.tables[key] = {table.title: table.frame for table in made}
+    table: pd.DataFrame = _one_of("table", recipes.tables[key], title)
+    return table
 
 
 def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
@@ -325,22 +259,11 @@ def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
 
     frame = pd.json_normalize([{**row.pop("config", {}), **row} for row in map(dict, rows)])
     frame = _where(frame, wanted.get("where", {}))
-    if "by" in wanted:
-        for name in wanted["by"]:
-            _column(frame, name)
-        frame = frame.groupby(wanted["by"], sort=False, as_index=False).median(numeric_only=True)
     columns: dict[str, Any] = {}
     for name, title, *divisor in wanted.get("fields", [[name, name] for name in frame]):
         column = _column(frame, name)
         columns[title] = column / divisor[0] if divisor else column
-    made = pd.DataFrame(columns).reset_index(drop=True)
-    if "pivot" not in wanted:
-        return made
-    across, values = wanted["pivot"]
-    _column(made, across), _column(made, values)
-    rest = [name for name in made.columns if name not in (across, values)]
-    wide = made.pivot_table(index=rest, columns=across, values=values, sort=False, dropna=False)
-    return wide.dropna(how="all").reset_index().rename_axis(columns=None)
+    return pd.DataFrame(columns).reset_index(drop=True)
 
 
 def _shown(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
@@ -418,18 +341,14 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
             return png_bytes(
                 timelines.draw(checked({r[wanted["by"]]: r["timeline"] for r in rows}))
             )
-        if name == bucket_model.FIGURE:
-            return png_bytes(bucket_model.figure(to_frame(rows)))
-        experiment = _experiment(source.experiment)
+        if name in _OWN_FIGURES:
+            return png_bytes(_OWN_FIGURES[name](to_frame(rows)))
+        experiment = experiments.get(source.experiment)
         made = {figure.name: figure for figure in experiment.figures(to_frame(rows))}
-        if name not in made:
-            raise ValueError(
-                f"figure must be one of {', '.join(made)}, but got {name!r}. Correct its name."
-            )
-        figure = made[name].figure
+        figure = _one_of("figure", made, name).figure
         return png_bytes(timelines.draw(figure) if isinstance(figure, Timelines) else figure)
 
-    recipes.page.pictures[target] = draw
+    recipes.pictures[target] = draw
     link = posixpath.relpath(target.as_posix(), recipes.links_from.as_posix())
     return f"![{wanted.get('title', name)}]({link})"
 
@@ -501,29 +420,25 @@ def _where(frame: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
-    if name not in frame:
-        raise ValueError(
-            f"column must be one of {', '.join(map(str, frame.columns))}, but got {name!r}. "
-            "Correct it."
-        )
-    return frame[name]
+    column: pd.Series[Any] = _one_of("column", frame, name)
+    return column
 
 
 def _named(recipes: _Recipes, name: Any) -> _Source:
-    if name not in recipes.given:
-        raise ValueError(
-            f"source must be one of {', '.join(recipes.given) or 'none so far'}, but got {name!r}. "
-            "Define it in the same file."
-        )
+    given = _one_of("source", recipes.given, name, remedy="Define it in the same file.")
     if name not in recipes.sources:
-        recipes.sources[name] = _source(recipes.given[name], recipes)
+        recipes.sources[name] = _source(given, recipes)
     return recipes.sources[name]
+
+
+def _one_of(what: str, known: Any, name: Any, among: str = "", remedy: str = "Correct it.") -> Any:
+    if name not in known:
+        raise ValueError(
+            f"{what} must be one of {', '.join(map(str, known))}{among}, but got {name!r}. {remedy}"
+        )
+    return known[name]
 
 
 def _check_keys(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     for key in given:
-        if key not in known:
-            raise ValueError(
-                f"{what} key must be one of {', '.join(known)}, but got {key!r}. Remove or "
-                "correct it."
-            )
+        _one_of(f"{what} key", dict.fromkeys(known), key, remedy="Remove or correct it.")

@@ -17,7 +17,7 @@ import pandas as pd
 
 from basics_model import ModelConfig
 from bench_harness.activations import activation_memory
-from bench_harness.core import Row, Table
+from bench_harness.core import Row
 from bench_harness.display import row_tables
 from bench_harness.stats import with_summary
 from bench_harness.training.moments import MOMENTS
@@ -51,38 +51,24 @@ def predicted(row: pd.Series[Any]) -> Row:
     return {"kept": kept, "backward": memory.recomputed + max(kept, before_last)}
 
 
-def table(rows: pd.DataFrame) -> Table:
+def table(rows: pd.DataFrame) -> pd.DataFrame:
     """Predicted and measured memory beside the step, a line for each size of groups."""
     lines: list[Row] = []
     for _, row in with_summary(row_tables.finished(rows)).iterrows():
         moments = {moment["moment"]: moment for moment in row["memory"]}
         forward, backward = moments[MOMENTS[1]], moments[MOMENTS[2]]
         resting = forward["parameter_bytes"] + forward["state_bytes"]
-        expected, blocks = predicted(row), row["settings"]["checkpoint_blocks"]
+        expected = predicted(row)
+        peak, peak_expected = backward["peak_bytes"], resting + expected["backward"]
         lines.append(
             {
-                **{str(name): value for name, value in row.items()},
-                "blocks": str(blocks or "none"),
-                "kept": (forward["allocated_bytes"] - resting) / 2**30,
-                "kept_predicted": expected["kept"] / 2**30,
-                "peak": backward["peak_bytes"] / 2**30,
-                "peak_predicted": (resting + expected["backward"]) / 2**30,
+                "blocks recomputed together": str(row["settings"]["checkpoint_blocks"] or "none"),
+                "kept by forward, predicted (GiB)": expected["kept"] / 2**30,
+                "kept by forward (GiB)": (forward["allocated_bytes"] - resting) / 2**30,
+                "peak of backward, predicted (GiB)": peak_expected / 2**30,
+                "peak of backward (GiB)": peak / 2**30,
+                "prediction missed": abs(peak / peak_expected - 1) > TOLERANCE,
+                "median (ms)": row["median_ms"],
             }
         )
-    frame = pd.DataFrame(lines)
-    frame["missed"] = (frame["peak"] / frame["peak_predicted"] - 1).abs() > TOLERANCE
-    shown = {
-        "size": "size",
-        "batch": "batch per rank",
-        "sequence": "sequence (tokens)",
-        "blocks": "blocks recomputed together",
-        "kept_predicted": "kept by forward, predicted (GiB)",
-        "kept": "kept by forward (GiB)",
-        "peak_predicted": "peak of backward, predicted (GiB)",
-        "peak": "peak of backward (GiB)",
-        "missed": "prediction missed",
-        "median_ms": "median (ms)",
-        "ci_low_ms": "95 % low (ms)",
-        "ci_high_ms": "95 % high (ms)",
-    }
-    return Table(TITLE, row_tables.columns(frame, shown))
+    return pd.DataFrame(lines)

@@ -11,17 +11,14 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tools.pages import timelines
-
 from bench_harness import environment
-from bench_harness.core import Row
+from bench_harness.core import Case, Row
 from bench_harness.environment import measured_on
-from bench_harness.experiments import Experiment
 from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
@@ -36,10 +33,6 @@ _LEFT_OUT = (
 _DIGITS = 6
 
 
-class PublishedError(ValueError):
-    """Published rows cannot be read; the text names the file and what to do, in one line."""
-
-
 def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
     """Writes the rows of runs into one file.
 
@@ -51,7 +44,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
 
     Raises:
         StoreError: a run cannot be read, or the file cannot be written.
-        PublishedError: nothing is left to write.
+        ValueError: nothing is left to write.
     """
     lines = []
     for store in stores:
@@ -63,7 +56,7 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
                 cases.setdefault(row["case_key"], []).append(row)
         lines += [case_line(rows, environments) for rows in cases.values()]
     if not lines:
-        raise PublishedError(
+        raise ValueError(
             f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "
             "them with report."
         )
@@ -120,14 +113,14 @@ def read(file: Path) -> list[Row]:
     """The rows of a published file, each with what stands once per case.
 
     Raises:
-        PublishedError: the file is missing, or a line is not a case.
+        ValueError: the file is missing, or a line is not a case.
     """
     try:
         content = file.read_bytes()
         text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise PublishedError(
+        raise ValueError(
             f"rows must be a readable file, but got {file} ({cause}). Measure it again "
             "and publish it, or remove the block."
         ) from None
@@ -136,10 +129,9 @@ def read(file: Path) -> list[Row]:
         try:
             case = json.loads(line)
             rows, shared = case.pop("rows"), case.pop("shared", {})
-            every = ({"status": "ok", "error": None, **case, **shared, **row} for row in rows)
-            found += [timelines.renewed(row) for row in every]
+            found += [{"status": "ok", "error": None, **case, **shared, **row} for row in rows]
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise PublishedError(
+            raise ValueError(
                 f"{file} line {number} must be a case with its rows, but got {line[:40]!r}. "
                 "Publish the run again."
             ) from None
@@ -160,15 +152,14 @@ def circumstances(rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def measure(experiment: Experiment, options: Mapping[str, Any], target: Path) -> None:
-    """Runs the one case of an experiment of the repository's own, and writes its rows.
+def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
+    """Runs a case of the repository's own, and writes its rows.
 
     Raises:
         CaseSkipped: this machine lacks something that it needs.
     """
     started = datetime.now(UTC)
-    (case,) = experiment.cases(**options)
-    rows = experiment.run(case, print)
+    rows = run(case)
     described = environment.describe() | {"torch": environment.describe_torch()}
     git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
     about: Row = {

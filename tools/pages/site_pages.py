@@ -25,15 +25,15 @@ ELSEWHERE = (
     "packages/*/docs/*.md",
     "packages/*/results/*.md",
 )
-FENCE = re.compile(r"^(?P<mark>```+|~~~+)(?P<info>.*)$")
 BADGE = re.compile(r"^\[!\[[^\]]*\]\(https://[^)]*\)\]\([^)]*\)\n", re.MULTILINE)
 RENDERED = re.compile(r"^<!-- /?bench-harness.*?-->\n", re.MULTILINE | re.DOTALL)
-# Code between backticks comes first, so that what looks like a link inside it is left alone.
+# Code comes first, so that what looks like a link inside it is left alone.
 CODE_OR_LINK = re.compile(
-    r"(?P<code>`+)(?!`).+?(?<!`)(?P=code)(?!`)"
+    r"^(?P<mark>```+|~~~+)(?P<info>[^\n]*)\n(?P<block>.*?^(?P=mark) *$)"
+    r"|(?P<code>`+)(?!`).+?(?<!`)(?P=code)(?!`)"
     r"|!\[(?P<alt>[^\]]*)\]\((?P<picture>[^)\s]+)\)"
     r"|\]\((?P<link>[^)\s]+)\)",
-    re.DOTALL,
+    re.DOTALL | re.MULTILINE,
 )
 SPHINX_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?")
 
@@ -57,6 +57,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         page.meta["hide"] = ["toc"]  # and wide tables
 
     def translated(found: re.Match[str]) -> str:
+        if found["mark"]:
+            return f"{found['mark']}{_info(found['info'])}\n{found['block']}"
         if found["code"]:
             return found[0]
         given = found["picture"] or found["link"]
@@ -66,31 +68,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         # A picture of another host is not loaded: its text stays.
         return found["alt"] if "://" in target else f"![{found['alt']}]({target})"
 
-    text: list[str] = []
-    code: list[str] = []
-    parts: list[str] = []
-    open_mark = ""
-
-    def end_text() -> None:
-        parts.append(CODE_OR_LINK.sub(translated, "".join(text)))
-        text.clear()
-
-    for line in BADGE.sub("", RENDERED.sub("", markdown)).splitlines(keepends=True):
-        fence = FENCE.match(line)
-        if not open_mark and fence:
-            end_text()
-            open_mark = fence["mark"]
-            code.append(f"{open_mark}{_info(fence['info'])}\n")
-        elif open_mark:
-            code.append(line)
-            if line.rstrip() == open_mark:
-                parts.append("".join(code))
-                code.clear()
-                open_mark = ""
-        else:
-            text.append(line)
-    end_text()
-    return "".join(parts)
+    return CODE_OR_LINK.sub(translated, BADGE.sub("", RENDERED.sub("", markdown)))
 
 
 def on_page_content(html: str, **_: object) -> str:

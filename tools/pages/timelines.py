@@ -1,4 +1,4 @@
-"""Drawings of timelines for pages, and published timelines of before names were kept."""
+"""Drawings of timelines for pages."""
 
 from __future__ import annotations
 
@@ -80,32 +80,3 @@ def _joined(spans: Iterable[Sequence[int]], gap: float) -> _Bars:
         else:
             joined.append([start, end])
     return [(start / 1e6, (end - start) / 1e6) for start, end in joined]
-
-
-def renewed(row: Row) -> Row:
-    """A row whose timeline has names; one of before names were kept holds merged spans."""
-    line = row.get("timeline")
-    if not isinstance(line, dict) or "compute_us" not in line:
-        return row
-    return {**row, "timeline": {"drawn": 0, "ranks": [_without_names(line)]}}
-
-
-def _without_names(line: Row) -> Row:
-    lanes = []
-    held = (("compute", line["compute_us"]), ("transfer", line["communication_us"]))
-    for position, (name, spans) in enumerate(held):
-        before, flat = 0, list[int]()
-        for start, end in ((int(1e3 * s), int(1e3 * e)) for s, e in spans):
-            flat += (start - before, end - start, position)
-            before = end
-        lanes.append({"name": name, "spans": flat})
-    return {
-        "window_ns": int(1e3 * line["window_us"]),
-        "exposed_ns": int(1e6 * line["exposed_ms"]),
-        "names": ["computation (names not kept)", "communication (names not kept)"],
-        "work": [WORK.index("other"), WORK.index("communication")],
-        "lanes": lanes,
-        "phases": [],
-        "late": [[int(1e3 * end) for end in span] for span in line.get("late_us", [])],
-        "offset_ns": 0,
-    }

@@ -37,7 +37,7 @@ RECORDING = events(
 
 def test_blocks_live_from_allocation_to_release():
     blocks = follow(RECORDING)
-    assert [(b.nbytes, b.first, b.last) for b in blocks] == [
+    assert [(b.event.nbytes, b.first, b.last) for b in blocks] == [
         (100, 0, 5),
         (50, 1, 2),
         (30, 4, None),
@@ -133,6 +133,6 @@ def test_the_profilers_events_find_what_a_product_allocates(tmp_path):
     found = from_profile(path)
     assert out.shape == (64, 256)
     (block,) = follow(found)
-    assert (block.nbytes, block.phase, block.last) == (64 * 256 * 4, "forward", None)
-    assert "aten::mm" in block.source
-    assert block.stack == ("aten::mm", "aten::matmul")
+    assert (block.event.nbytes, block.event.phase, block.last) == (64 * 256 * 4, "forward", None)
+    assert "aten::mm" in block.event.source
+    assert block.event.stack == ("aten::mm", "aten::matmul")

@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from tools.pages import out_of_memory
 from torch import Tensor
 
 from bench_harness import attentions, experiments
@@ -23,6 +22,7 @@ from bench_harness.display.plots import png_bytes
 from bench_harness.experiments import attention_measure
 from bench_harness.experiments.attention_measure import Attempts, Problem
 from bench_harness.report.frame import to_frame
+from flashattn_triton import flash_attention
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {
@@ -338,18 +338,6 @@ def test_large_scores_are_apart() -> None:
     assert [case.config["variants"] for case in alone] == [["naive"]]
 
 
-def test_the_smallest_cell_without_memory_is_explained() -> None:
-    experiment = experiments.get("attention")
-    cases = experiment.cases(
-        **{**QUICK, "sequences": (8192, 16384), "batch": 8, "variants": ("naive",)}
-    )
-    rows = [stored(case, [{"ended": {"status": "oom", "error": "why"}}])[0] for case in cases]
-    found = out_of_memory.table(to_frame(reversed(rows)))
-    assert "sequence 8192" in found.note
-    sizes = found.frame.set_index("tensor")["size (MiB)"]
-    assert sizes["softmax output, saved"] == 8 * 8192**2 * 4 / 2**20
-
-
 def test_the_portable_tier_and_peers_of_a_gpu_are_skipped_on_a_cpu() -> None:
     names = ["flashattn-triton-portable", "flashattn-triton-compiled", "flex"]
     attempts = Attempts(names, a_problem(), CPU)
@@ -429,17 +417,30 @@ def test_what_features_cost_is_measured_beside_plain_attention() -> None:
     assert (ratios.loc[("naive", "bias"), "speedup over the first (ratio)"] == 1.0).all()
 
 
-@pytest.mark.parametrize("feature", ["plain", "sinks", "alibi", "bias"])
-def test_references_in_tiles_are_the_definition(
-    monkeypatch: pytest.MonkeyPatch, feature: str
+@pytest.mark.parametrize(
+    ("feature", "masks"),
+    [
+        *((feature, {}) for feature in ("plain", "sinks", "alibi", "bias")),
+        ("plain", {"causal": False, "window": (3, 2), "softcap": 4.0}),
+        ("plain", {"window": (4, None)}),
+    ],
+)
+def test_the_reference_takes_some_queries_at_a_time_and_is_the_definition(
+    monkeypatch: pytest.MonkeyPatch, feature: str, masks: dict[str, Any]
 ) -> None:
-    """Long sequences are proven against tiles."""
-    problem = a_problem(feature=feature)
-    arguments = problem, problem.tensors(CPU), problem.settings(CPU)
-    wanted = attention_measure.exact(*arguments)
-    for name, size in (("_DEFINED", 4), ("_TILE", 8), ("_LEAST_TILE", 3)):
-        monkeypatch.setattr(attention_measure, name, size)
-    found = attention_measure.exact(*arguments)
-    assert found.keys() == wanted.keys()
-    for name, exactly in wanted.items():
-        torch.testing.assert_close(found[name], exactly, atol=1e-4, rtol=1e-4)
+    """That of flashattn-triton, which stores all scores at once."""
+    problem = a_problem(feature=feature, **masks)
+    tensors, settings = problem.tensors(CPU), problem.settings(CPU)
+    monkeypatch.setattr(attention_measure, "_SCORES", 4 * 21)  # at most four queries
+    found = attention_measure.exact(problem, tensors, settings)
+    *inputs, grad_out = tensors
+    out = flash_attention(*inputs, layout="bhsd", implementation="reference", **settings)
+    learned = attention_measure.learned(settings)
+    wanted = torch.autograd.grad(out, (*inputs, *learned.values()), grad_out)
+    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in learned))
+    assert found.keys() == set(names)
+    shared, every = feature in ("sinks", "bias"), feature == "sinks"
+    for name, exactly in zip(names, (out, *wanted), strict=True):
+        part = exactly if every else exactly[:, -1:]
+        part = part if shared else part[-1:]
+        torch.testing.assert_close(found[name], part, atol=1e-5, rtol=1e-5)

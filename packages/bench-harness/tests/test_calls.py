@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from bench_harness import experiments, options, presets, workload
+from bench_harness import experiments, options, workload
+from bench_harness.convert import split
 from bench_harness.training import constructors
 from bench_harness.training import settings as of
-from bench_harness.training.calls import split
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -98,10 +98,10 @@ def test_labels_of_shipped_variants_are_read_again_as_the_same_variant() -> None
     A class without a short name is read again from the label that has its package.
     """
     files = sorted(ROOT.glob("tools/pages/presets/*.toml"))
-    names = [*presets.shipped(), *map(str, files)]
+    names = [*options.shipped(), *map(str, files)]
     seen = 0
     for name in names:
-        for case in presets.load(name).cases():
+        for case in options.load_preset(name).cases():
             if case.experiment != "train-step":
                 continue
             for table in case.config.get("variants", []):

@@ -10,7 +10,7 @@ import pandas as pd
 import psutil
 import pytest
 import torch
-from tools.course.precision import Precision
+from tools.course import precision
 from tools.pages.rows import measure, read
 
 from bench_harness import experiments, runner, timing
@@ -191,19 +191,14 @@ def test_model_and_input_go_together():
 
 
 def test_precision_of_the_course(tmp_path):
-    (case,) = Precision().cases(device="cpu")
-    rows = measured(case, Precision().run(case, print))
-    tables = {table.title: table for table in Precision().tables(to_frame(rows))}
-    sums = tables["Accumulating 0.01"].frame.set_index("accumulator += term")["sum (1)"]
-    assert sums["fp32 += fp32"] == pytest.approx(10.00013, abs=1e-4)
-    assert sums["fp16 += fp16"] == 9.953125
-    assert sums["fp32 += fp16"] == sums["fp32 += fp32(fp16)"] == pytest.approx(10.00214, abs=1e-4)
-    dtypes = tables["Dtypes under autocast"].frame.set_index("tensor")
-    assert dtypes.loc["model parameters", "bf16"] == "float32"
-    assert dtypes.loc["output of fc1", "fp16"] == "float16"
-    assert dtypes.loc["gradients", "fp16"] == "float32"
-    measure(Precision(), {"device": "cpu"}, tmp_path / "rows.jsonl")
-    assert len(read(tmp_path / "rows.jsonl")) == len(rows)
+    measure(precision.case("cpu"), precision.run, tmp_path / "rows.jsonl")
+    rows = {row["variant"]: row for row in read(tmp_path / "rows.jsonl")}
+    assert rows["fp32 += fp32"]["value"] == pytest.approx(10.00013, abs=1e-4)
+    assert rows["fp16 += fp16"]["value"] == pytest.approx(9.953125, abs=1e-5)
+    assert rows["fp32 += fp16"]["value"] == rows["fp32 += fp32(fp16)"]["value"]
+    assert rows["fp32 += fp16"]["value"] == pytest.approx(10.00214, abs=1e-4)
+    assert rows["bf16"]["parameters"] == rows["fp16"]["gradients"] == "float32"
+    assert rows["fp16"]["fc1"] == "float16"
 
 
 def test_accounting():
@@ -395,7 +390,7 @@ def sweep_of(*sizes):
 
 
 def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
-    from tools.course.bucket_model import figure, table
+    from tools.pages.bucket_model import figure, table
 
     rows = pd.DataFrame(
         {
@@ -410,14 +405,14 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
         }
     )
     assert png_bytes(figure(rows))
-    (line,) = table(rows).frame.to_dict("records")
+    (line,) = table(rows).to_dict("records")
     assert line["least overhead T* (ms)"] == 0
     with pytest.raises(ValueError, match="a sweep of three bucket sizes"):
         figure(rows.iloc[:3])
 
 
 def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
-    from tools.course.bucket_model import table
+    from tools.pages.bucket_model import table
 
     size, bandwidth, per_call = 8e9, 3e11, 4e-4
     counts = [8.0, 80.0, 400.0]
@@ -440,7 +435,7 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "samples_ms": [[1e3 * (per_call + s / bandwidth)] * 3 for s in link],
     }
     rows["largest_parameter_bytes"] = 1e6
-    (line,) = table(rows).frame.to_dict("records")
+    (line,) = table(rows).to_dict("records")
     assert line["all-reduce w (GB/s)"] == pytest.approx(300, rel=1e-3)
     assert line["all-reduce o (µs)"] == pytest.approx(400, rel=1e-3)
     best = (size * per_call * bandwidth) ** 0.5
@@ -458,10 +453,10 @@ def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
         "size_bytes": link,
         "samples_ms": [[1e3 * (per_call + s / bandwidth) / 2] * 3 for s in link],
     }
-    (line,) = table(faster).frame.to_dict("records")
+    (line,) = table(faster).to_dict("records")
     assert line["prediction missed"] is True
     rows["largest_parameter_bytes"] = 2e9  # a bucket holds at least one parameter
-    (line,) = table(rows).frame.to_dict("records")
+    (line,) = table(rows).to_dict("records")
     assert line["best bucket b* (MiB)"] == pytest.approx(2e9 / 2**20, rel=1e-3)
 
 

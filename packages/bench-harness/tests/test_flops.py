@@ -5,13 +5,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import basics_model
 from basics_model.attention import softmax_attention
 from basics_model.sizes import model_flops
-from bench_harness.flops import (
+from bench_harness.roofline import (
     attention_flops,
     bus_bandwidth_factor,
     forward_flops,
+    matmul_ceiling,
     training_flops,
 )
-from bench_harness.roofline import matmul_ceiling
 
 CONFIG = basics_model.ModelConfig(
     vocab_size=96, context_length=24, d_model=32, d_ff=80, num_layers=3, num_heads=4

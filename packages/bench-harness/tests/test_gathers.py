@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from bench_harness.traces import kineto
-from bench_harness.traces.gathers import ROOT, gathers, summary
-from bench_harness.traces.step import of_rank, over_ranks
+from bench_harness.traces.step import ROOT, gathers, of_rank, over_ranks, summary
 
 MAIN, AUTOGRAD, COMPUTE, NCCL = 11, 12, 7, 20
 

@@ -15,7 +15,7 @@ import torch
 
 from bench_harness import experiments, options
 from bench_harness.report.frame import to_frame
-from bench_harness.subject import fitting, imported_module, parse_inputs, scalar_loss
+from bench_harness.user_code import fitting, imported_module, parse_inputs, scalar_loss
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 CPU = torch.device("cpu")
@@ -156,7 +156,7 @@ def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> N
 
 
 def test_a_model_with_sharded_blocks_is_found_by_its_longest_list() -> None:
-    from bench_harness.training.wrappers import blocks_of
+    from bench_harness.training.adapters import blocks_of
 
     module = torch.nn.Module()
     module.small = torch.nn.ModuleList([torch.nn.Linear(2, 2)])

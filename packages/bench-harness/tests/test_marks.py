@@ -17,8 +17,8 @@ from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.display.plots import png_bytes
 from bench_harness.display.row_tables import steady
 from bench_harness.report import Report, Section
+from bench_harness.report.build import headlines, on_cpu, tiles
 from bench_harness.report.frame import to_frame
-from bench_harness.report.headlines import headlines, on_cpu, tiles
 from bench_harness.report.write import render
 from bench_harness.stats import with_summary
 

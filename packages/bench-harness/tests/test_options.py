@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_harness import cli, distributed, environment, experiments, options, presets, runner
+from bench_harness import cli, distributed, environment, experiments, options, runner
 from bench_harness.experiments import Experiment
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_experiment_names_those_that_exist(installed: Path) -> None:
 def test_a_plug_in_that_does_not_import_is_named(
     installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(experiments._BUILT_IN, "lost", "no_such_module:Lost")
+    monkeypatch.setitem(experiments.base._BUILT_IN, "lost", "no_such_module:Lost")
     with pytest.raises(
         ValueError,
         match=r"experiment lost must be importable as no_such_module:Lost, but got an error",
@@ -109,9 +109,9 @@ def test_names_of_other_programs_of_the_assignment_are_understood(
 PAGES = sorted(Path(__file__).parents[3].glob("tools/pages/presets/*.toml"))
 
 
-@pytest.mark.parametrize("name", [*presets.shipped(), *(str(file) for file in PAGES)])
+@pytest.mark.parametrize("name", [*options.shipped(), *(str(file) for file in PAGES)])
 def test_a_shipped_preset_gives_cases_with_keys_of_their_own(name: str) -> None:
-    preset = presets.load(name)
+    preset = options.load_preset(name)
     assert preset.description
     cases = preset.cases()
     assert len({case.key for case in cases}) == len(cases) > 0
@@ -119,16 +119,17 @@ def test_a_shipped_preset_gives_cases_with_keys_of_their_own(name: str) -> None:
 
 def test_quick_runs_every_experiment() -> None:
     assert (
-        list(dict.fromkeys(name for name, _ in presets.load("quick").runs)) == experiments.names()
+        list(dict.fromkeys(name for name, _ in options.load_preset("quick").runs))
+        == experiments.names()
     )
 
 
 def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By calculation within 90 seconds, and two GPUs compare wrappers with torch DDP."""
-    on_cpu = presets.load("quick").cases()
-    for module in (environment, presets, distributed):
+    on_cpu = options.load_preset("quick").cases()
+    for module in (environment, options, distributed):
         monkeypatch.setattr(module, "gpu_count", lambda: 2)
-    cases = {case.experiment: case for case in presets.load("quick").cases()}
+    cases = {case.experiment: case for case in options.load_preset("quick").cases()}
     assert list(cases) == list(dict.fromkeys(case.experiment for case in on_cpu))
     timed = [name for name in cases if name != "accounting"]
     assert all(cases[name].config["device"] == "cuda" for name in timed)
@@ -158,13 +159,13 @@ def test_a_wrong_preset_names_the_file_and_what_is_valid(
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-        presets.load(str(file))
+        options.load_preset(str(file))
     assert "mine.toml" in str(error.value)
 
 
 def test_a_preset_runs_in_the_registry_s_order(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text("[[toy]]\n[model]\n[[toy]]\nrepeats = 2\n")
-    names = [name for name, _ in presets.load(str(tmp_path / "mine.toml")).runs]
+    names = [name for name, _ in options.load_preset(str(tmp_path / "mine.toml")).runs]
     assert names == ["model", "toy", "toy"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench_harness import attentions, experiments, options, presets
+from bench_harness import attentions, experiments, options
 from bench_harness.report.frame import to_frame
 
 PACKAGE = Path(__file__).parents[1]
@@ -41,21 +41,21 @@ def test_the_example_experiment_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_preset_is_valid(tmp_path: Path) -> None:
     (text,) = (block for block in blocks("toml") if "description" in block)
     (tmp_path / "example.toml").write_text(text)
-    names = [name for name, _ in presets.load(str(tmp_path / "example.toml")).runs]
+    names = [name for name, _ in options.load_preset(str(tmp_path / "example.toml")).runs]
     assert names == ["model", "allreduce", "allreduce"]
 
 
 def test_the_example_of_variants_is_valid(tmp_path: Path) -> None:
     (text,) = (block for block in blocks("toml") if "[train-step]" in block)
     (tmp_path / "steps.toml").write_text(text)
-    (case,) = presets.load(str(tmp_path / "steps.toml")).cases()
+    (case,) = options.load_preset(str(tmp_path / "steps.toml")).cases()
     assert len(case.config["variants"]) == 6, "five, and the step without communication"
 
 
 def test_the_example_entry_point_uses_the_registry_s_group() -> None:
     found = [tomllib.loads(text) for text in blocks("toml") if "entry-points" in text]
     groups = [group for each in found for group in each["project"]["entry-points"]]
-    assert groups == [attentions.ENTRY_POINT_GROUP, experiments.ENTRY_POINT_GROUP]
+    assert groups == [attentions.ENTRY_POINT_GROUP, experiments.base.ENTRY_POINT_GROUP]
 
 
 @pytest.mark.parametrize("name", experiments.names())

@@ -65,7 +65,7 @@ def test_peaks_stand_beside_their_predictions(factor: float, missed: bool) -> No
             {"moment": MOMENTS[2], **held, "peak_bytes": factor * (30 + expected["backward"])},
         ]
         rows.append(row(blocks) | {"status": "ok", "memory": memory, "samples_ms": [4.0, 5.0, 6.0]})
-    frame = recomputation.table(to_frame(rows)).frame
+    frame = recomputation.table(to_frame(rows))
     assert frame["blocks recomputed together"].tolist() == ["none", "1", "2"]
     predicted, found = (f"kept by forward{what} (GiB)" for what in (", predicted", ""))
     assert frame[found].tolist() == frame[predicted].tolist()

@@ -13,8 +13,8 @@ from rich.console import Console
 from bench_harness import experiments, session
 from bench_harness.core import Case
 from bench_harness.process import Outcome
-from bench_harness.progress import ConsoleReporter, RemainingTime, duration
 from bench_harness.runner import Planned
+from bench_harness.terminal import ConsoleReporter, RemainingTime, duration
 
 
 def case(name: str, experiment: str = "toy") -> Case:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench_harness.timing import (
-    Enough,
     Samples,
+    in_turns,
     measure,
     narrow,
     record_sample,
@@ -78,17 +78,24 @@ def test_sampling_goes_on_until_the_interval_is_narrow_or_the_time_is_up(
     assert narrow(narrow_one, 0.02)
     assert not narrow(wide, 0.02)
     assert not narrow([10.0, 10.0], 0.02), "two samples have no interval"
-    enough = Enough({"interval": 2.0, "max_seconds": 10.0}, parts=2)
-    assert enough.reached([narrow_one, []])
-    assert not enough.reached([narrow_one, wide])
+    samples = [narrow_one, []]
+    sampling = {"interval": 2.0, "max_seconds": 10.0}
+    assert len(list(in_turns(list, sampling, lambda: samples))) == 1
+    samples[1] = wide
+    rounds = in_turns(lambda: "ab", sampling, lambda: samples, least=2, parts=2)
+    orders = [next(rounds) for _ in range(4)]
+    assert orders == [(0, ["a", "b"]), (1, ["b", "a"]), (2, ["a", "b"]), (3, ["b", "a"])]
     now[0] = 5.0
-    assert enough.reached([wide]), "each of two parts has half of the time"
-    assert Enough({}).reached([wide]), "a case without such options takes the least number"
+    assert not list(rounds), "each of two parts has half of the time"
+    assert len(list(in_turns(list, {}, lambda: [wide]))) == 1, "without options, the least number"
+    stops = iter([False, False, True])
+    turns = in_turns(list, {}, lambda: [wide], agreed=lambda mine: mine and next(stops))
+    assert len(list(turns)) == 3, "others decide"
 
 
 def test_phases_are_sampled_until_they_are_enough_but_a_cold_start_once(monkeypatch):
+    from bench_harness.experiments.model import measure_phases
     from bench_harness.training import settings
-    from bench_harness.training.phases import measure_phases
 
     shape = {"d_model": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
     config = {"size": "custom", **shape, "batch": 1, "sequence": 4, "modes": ["step"]}

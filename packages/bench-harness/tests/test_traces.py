@@ -426,22 +426,6 @@ def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
     }
 
 
-def test_rows_of_before_names_were_kept_are_still_drawn():
-    row = {
-        "window_us": 200.0,
-        "exposed_ms": 0.045,
-        "late_us": [[1.0, 2.0]],
-        "compute_us": [[15.0, 115.0]],
-        "communication_us": [[100.0, 160.0]],
-    }
-    renewed = pages.renewed({"timeline": row})["timeline"]
-    window, exposed, bars = pages.bars_of(timelines({"old": renewed})["old"])
-    assert (window, exposed) == (0.2, 0.045)
-    assert bars["computation"] == [(0.015, 0.1)]
-    assert bars["late"] == [(0.001, 0.001)]
-    assert bars["communication"] == [(0.1, 0.06)]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [

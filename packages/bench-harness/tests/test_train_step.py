@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from tools.course import bucket_model
+from tools.pages import bucket_model
 from torch.distributed.fsdp import FSDPModule
 
-from bench_harness import experiments, options, presets
+from bench_harness import experiments, options
 from bench_harness.core import CaseSkipped
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
@@ -151,7 +151,7 @@ def test_a_preset_names_its_file_and_the_key(tmp_path, monkeypatch) -> None:
     text = '[train-step]\nvariants = [{ wrapper = { name = "bucketed", bucket_mb = 1 } }]\n'
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(ValueError, match=r"preset mine.toml: train-step: bucketed key must be"):
-        presets.load("mine.toml")
+        options.load_preset("mine.toml")
 
 
 def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
@@ -161,9 +161,11 @@ def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
         "class Toy:\n"
         "    def __init__(self, module, *, way: Literal['a', 'b'] = 'a', size: float = 25,\n"
         "                 group: object = None, **unknown: object) -> None: ...\n"
+        "def made(cls, module, **arguments): return cls(module, **arguments)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    known = constructors.Constructor(title="Toy", target="toy_wrappers:Toy")
+    toy, through = "toy_wrappers:Toy", "toy_wrappers:made"
+    known = constructors.Constructor(title="Toy", target=toy, through=through)
     takes = constructors._arguments(known)
     assert takes == {"way": ("a", ["'a'", "'b'"]), "size": (25, ["float"])}
 
@@ -172,7 +174,7 @@ def test_arguments_are_those_of_the_constructor(tmp_path, monkeypatch) -> None:
 def test_a_preset_is_checked_without_torch(preset: str) -> None:
     """Arguments, which only the second has, in a process of their own."""
     program = (
-        f"import sys; from bench_harness import presets; presets.load({preset!r}).cases();"
+        f"import sys; from bench_harness import options; options.load_preset({preset!r}).cases();"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
@@ -196,7 +198,7 @@ def test_eight_billion_parameters_are_compared_without_the_step_that_does_not_fi
 ) -> None:
     cases = [
         case
-        for case in presets.load(str(PRESETS / f"{preset}.toml")).cases()
+        for case in options.load_preset(str(PRESETS / f"{preset}.toml")).cases()
         if case.config["size"] == "8B"
     ]
     assert {case.config["world_size"] for case in cases} == ({2, 4} if preset == "8b" else {2})
@@ -379,7 +381,7 @@ def test_tables_relate_each_variant_to_its_step_without_communication(case) -> N
     ]
     assert published.loc["naive", "speedup_vs_naive"] == pytest.approx(1.0)
     assert "overlap_individual" in published.index
-    (fitted,) = bucket_model.table(frame).frame.to_dict("records")
+    (fitted,) = bucket_model.table(frame).to_dict("records")
     assert fitted["predicted least overhead T* (ms)"] >= 0
     pictures = experiment.figures(frame)
     assert {picture.name for picture in pictures} >= {"train_steps", "train_step_memory"}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import flashattn_triton
-from bench_harness.flops import step_work
+from bench_harness.roofline import step_work
 from bench_harness.traces import kineto
+from bench_harness.traces.step import PARTS, waterfall
 from bench_harness.traces.trace import Event, Trace, kind, phase
-from bench_harness.traces.waterfall import PARTS, waterfall
 from bench_harness.workload import language_model, language_model_config
 from ddp_lite.peer.signals import signal_kernel
 

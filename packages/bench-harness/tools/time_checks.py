@@ -33,7 +33,7 @@ from ddp_lite import BucketedDDP
 from ddp_lite.model import ModuleWatch
 from ddp_lite.same_step import SameStep
 from shard_optim import ShardedOptimizer
-from shard_optim.bucket_layout import Bucket
+from shard_optim.buckets import Bucket
 
 WARM_UP_STEPS = 5
 

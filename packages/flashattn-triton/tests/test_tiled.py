@@ -1,21 +1,18 @@
 """Algorithm 1 and 2 in PyTorch against the oracle."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flashattn_triton import tiled
+from flashattn_triton import FlashAttention2PyTorch, tiled
+from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
+from flashattn_triton.operator_rules import NOTHING, STARTS
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
 from flashattn_triton.score_tiles import Band
-from flashattn_triton.tiled import (
-    FlashAttention2PyTorch,
-    tiled_backward,
-    tiled_backward_varlen,
-    tiled_forward,
-    tiled_forward_varlen,
-)
+from flashattn_triton.tiled import tiled_backward, tiled_forward
 
 
 def results(inputs, lse_gradient=True, **sizes):
@@ -78,10 +75,12 @@ def test_every_packed_case(varlen_case, make_inputs, assert_results_close):
     inputs = make_inputs(varlen_case)
     q, k, v = (x.detach() for x in (inputs.query, inputs.key, inputs.value))
     starts = varlen_case.cu_seqlens("cpu")
-    out, lse = tiled_forward_varlen(q, k, v, *starts, inputs.options)
-    dq, dk, dv = tiled_backward_varlen(
-        q, k, v, out, lse, inputs.grad_out, inputs.grad_lse, *starts, inputs.options
-    )
+    longest = tuple(max(lengths) for lengths in zip(*varlen_case.lengths, strict=True))
+    problem = replace(inputs.options, layout="thd", longest=longest, implementation="tiled")
+    arguments = operator_arguments(problem, (*NOTHING[:STARTS], *starts))
+    out, lse = FORWARD(q, k, v, *arguments)
+    tensors = (q, k, v, out, lse, inputs.grad_out, inputs.grad_lse)
+    dq, dk, dv = BACKWARD(*tensors, *arguments, [True, False, False])[:3]
     assert_results_close(inputs, {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
 
 

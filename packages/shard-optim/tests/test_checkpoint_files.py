@@ -24,7 +24,7 @@ from shard_optim import (
     load,
     save,
 )
-from shard_optim.stored_tensor import Part, StoredTensor, read_elements
+from shard_optim.checkpoint_files import Part, StoredTensor, read_elements
 
 OLD = Path(__file__).parent / "data"
 
@@ -197,6 +197,7 @@ LIES = [
     ("not inside the folder", lambda c: first_part(c).update(file="..")),
     ("it ends before", lambda c: first_part(c).update(offset=10**9)),
     ("takes .* bytes", lambda c: first_part(c).update(offset=0, length=10**5)),
+    ("takes 8 bytes", lambda c: first_part(c).update(length=8)),
     ("names the dtype 'load'", lambda c: c["tensors"]["model.0.weight"].update(dtype="load")),
     ("is damaged", lambda c: c.update(tensors=[])),
     ("is damaged", lambda c: c.update(values={"header": {"class": "x", "fields": {}}})),

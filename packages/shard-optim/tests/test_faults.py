@@ -13,7 +13,7 @@ from torch import nn
 from ranks import run_ranks
 from shard_optim import CollectiveError, ShardedOptimizer, checkpoint_files, load, mesh, save
 from shard_optim import state as saved_state
-from shard_optim.bucket_layout import Bucket
+from shard_optim.buckets import Bucket
 from whole_state import load_whole_optimizer, whole_optimizer
 
 STEPS, SAVE_EVERY, KILLED_STEP = 8, 2, 5

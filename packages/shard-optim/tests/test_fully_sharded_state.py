@@ -12,9 +12,9 @@ from torch import nn
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
-from shard_optim.bucket_layout import flat_slice
 from shard_optim.fully_sharded.unit import Unit
 from shard_optim.origin import sharded_of
+from shard_optim.place import flat_slice
 from whole_state import load_whole_model, load_whole_optimizer, whole_model, whole_optimizer
 
 

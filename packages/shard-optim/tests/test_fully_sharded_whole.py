@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fully_sharded_models import average_gradients, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
-from shard_optim.bucket_layout import assign_owners
+from shard_optim.bucket_plan import assign_owners
 from shard_optim.fully_sharded.whole_matrix import orthogonalization_cost
 from whole_state import load_whole_optimizer, whole_optimizer
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import ddp_lite.ranks
 from shard_optim import ShardedOptimizer
-from shard_optim.json_messages import all_gather_values, decode, encode
-from shard_optim.mesh import resolve_mesh
+from shard_optim.json_messages import decode, encode
+from shard_optim.mesh import on_every_rank, resolve_mesh
 from whole_state import load_whole_optimizer, whole_optimizer
 
 VALUES = [
@@ -65,17 +65,16 @@ def test_other_values_are_refused_by_name() -> None:
 
 def check_collectives(rank: int, world_size: int) -> None:
     values = [torch.arange(3), {"x" * 100: (1, 2)}]
-    first, second = all_gather_values(values[rank], dist.group.WORLD)
+    mesh = resolve_mesh(None, device=torch.device("cpu"), owner="Test")
+    first, second = on_every_rank("test", lambda: values[rank], mesh.gather)
     assert torch.equal(first, values[0])
     assert second == values[1]
-    mesh = resolve_mesh(None, device=torch.device("cpu"), owner="Test")
-    assert mesh.broadcast_value("test", values[1] if rank == 0 else object()) == values[1]
-    for call in (mesh.gather, mesh.broadcast_value):
-        with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0 of 2\)"):
-            call("test", object() if rank == 0 else 1)
+    assert mesh.broadcast_json("test", ["x"] if rank == 0 else object()) == ["x"]
+    with pytest.raises(TypeError, match=r"but got object\. .* \(on rank 0\)"):
+        on_every_rank("test", lambda: object() if rank == 0 else 1, mesh.gather)
     ddp_lite.ranks._MOST_MESSAGE_BYTES = 150
     with pytest.raises(ValueError, match="bytes from rank 1"):
-        all_gather_values(values[rank], dist.group.WORLD)
+        mesh.gather("test", "x" * (100 if rank else 1))
 
 
 def refuse(*_args: object, **_kwargs: object) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer, load, save
-from shard_optim.optimizer_trial import SHAPE_DEPENDENT, UNSUPPORTED
+from shard_optim.optimizer_class import SHAPE_DEPENDENT, UNSUPPORTED
 
 
 class Lion(torch.optim.Optimizer):

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shard_optim.bucket_layout import plan_buckets
+from shard_optim.bucket_plan import plan_buckets
 
 
 def owned(plan, rank):
     """Elements of parameters that a rank owns."""
     spans = [plan.span(position, rank) for position in range(len(plan.members))]
-    return sum(span.length for span in spans if span is not None)
+    return sum(span[1] for span in spans if span is not None)
 
 
 NUMELS = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -41,14 +41,12 @@ def test_every_element_has_exactly_one_owner(
             spans = {rank: plan.span(position, rank) for rank in range(world_size)}
             owners = [rank for rank, span in spans.items() if span is not None]
             assert owners
-            covered = [
-                e for r in owners for e in range(spans[r].start, spans[r].start + spans[r].length)
-            ]
+            covered = [e for r in owners for e in range(spans[r][0], sum(spans[r]))]
             assert covered == list(range(numel))
             for rank in owners:
-                begin = offset + spans[rank].start
-                assert rank * plan.chunk <= begin <= begin + spans[rank].length
-                assert begin + spans[rank].length <= (rank + 1) * plan.chunk
+                begin = offset + spans[rank][0]
+                assert rank * plan.chunk <= begin <= begin + spans[rank][1]
+                assert begin + spans[rank][1] <= (rank + 1) * plan.chunk
             assert offset % alignment == 0
             assert used.isdisjoint(range(offset, offset + numel))
             used.update(range(offset, offset + numel))

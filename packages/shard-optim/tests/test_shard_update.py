@@ -9,7 +9,7 @@ from torch import nn
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer, load, save, shard_update
-from shard_optim.bucket_layout import Bucket
+from shard_optim.buckets import Bucket
 from whole_state import load_whole_optimizer, whole_optimizer
 
 CLASSES = {

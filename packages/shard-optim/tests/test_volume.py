@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shard_optim import ShardedOptimizer, bucket_reduction
 from shard_optim.accounting import rank_memory, step_traffic
-from shard_optim.bucket_layout import Placement
-from shard_optim.refused_gradient import gradient_of
+from shard_optim.bucket_reduction import gradient_of
+from shard_optim.buckets import Placement
 
 WORLD_SIZES = [2, 8, 64, 1024]
 

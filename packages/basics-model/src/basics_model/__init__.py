@@ -1,6 +1,8 @@
-"""A small, exact Transformer language model with its optimizer, data pipeline and checkpoints."""
+"""A small, exact Transformer language model with its data pipeline and checkpoints."""
 
 from typing import Never
+
+from torch.optim import AdamW
 
 from basics_model.attention import sdpa_attention
 from basics_model.captured_step import CapturedStep
@@ -16,7 +18,7 @@ from basics_model.data import (
 from basics_model.generation import generate
 from basics_model.loss import cross_entropy
 from basics_model.model import TransformerLM
-from basics_model.optimizer import AdamW, CosineSchedule, clip_gradients
+from basics_model.schedule import CosineSchedule
 from basics_model.sizes import SIZES, ModelConfig, model_config
 from basics_model.weights import load_safetensors, save_safetensors
 
@@ -33,7 +35,6 @@ __all__ = [
     "ModelConfig",
     "TokenDataset",
     "TransformerLM",
-    "clip_gradients",
     "cross_entropy",
     "decode_bytes",
     "encode_bytes",
@@ -47,10 +48,15 @@ __all__ = [
     "sdpa_attention",
 ]
 
-_IN = {"linear_cross_entropy": "loss", "restore_rng_state": "checkpoint", "rng_state": "checkpoint"}
+_ELSEWHERE = {
+    "clip_gradients": "torch.nn.utils, where its name is clip_grad_norm_",
+    "linear_cross_entropy": "basics_model.loss",
+    "restore_rng_state": "basics_model.checkpoint",
+    "rng_state": "basics_model.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Never:
-    if name in _IN:
-        raise ImportError(f"{name} must be imported from basics_model.{_IN[name]}.")
+    if name in _ELSEWHERE:
+        raise ImportError(f"{name} must be imported from {_ELSEWHERE[name]}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,13 +10,13 @@ does not compare these checksums; :func:`load_checkpoint` does, so a changed bit
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.serialization import config
 
 from basics_model.files import refusing_damage, written_whole
 
@@ -72,11 +72,14 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
         OSError: the folder is missing or cannot be written, or the disk is full. The message names
             the file.
     """
-    content: dict[str, Any] = {"format": _FORMAT}
-    for name, kind in _FIELDS.items():
-        content[name] = kind(getattr(checkpoint, name))
-    with written_whole(Path(path)) as temporary, temporary.open("wb") as file, _checksums():
-        torch.save(content, file)
+    fields = {name: kind(getattr(checkpoint, name)) for name, kind in _FIELDS.items()}
+    with (
+        written_whole(Path(path)) as temporary,
+        temporary.open("wb") as file,
+        # Also in a program that has switched checksums off.
+        config.patch({"save.compute_crc32": True}),  # type: ignore[attr-defined]
+    ):
+        torch.save({"format": _FORMAT} | fields, file)
 
 
 def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
@@ -91,10 +94,9 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
         ValueError: the file is damaged, is not a checkpoint of :func:`save_checkpoint`, or has a
             newer format. The message names the file.
     """
-    expected = "a checkpoint of save_checkpoint"
     with (
         Path(path).open("rb") as file,
-        refusing_damage(path, expected, "Load an earlier checkpoint."),
+        refusing_damage(path, "a checkpoint of save_checkpoint", "Load an earlier checkpoint."),
     ):
         damaged = zipfile.ZipFile(file).testzip()
         if damaged is not None:
@@ -106,11 +108,11 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
 
 def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
     """Checks the structure of a loaded file before anything relies on it."""
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+    version = content.get("format") if isinstance(content, dict) else type(content).__name__
+    if version != _FORMAT:
         raise ValueError(
-            f"{path} must be a checkpoint of format {_FORMAT}, but got {found!r}. Load it with the "
-            "version of basics-model that wrote it."
+            f"{path} must be a checkpoint of format {_FORMAT}, but got {version!r}. Load it with "
+            "the version of basics-model that wrote it."
         )
     fields = {name: value for name, value in content.items() if name != "format"}
     found = {name: type(value) for name, value in fields.items()}
@@ -124,14 +126,3 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
             "checkpoint."
         )
     return Checkpoint(**fields)
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Lets ``torch.save`` write checksums, also in a program that has switched them off."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)

@@ -65,7 +65,11 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
     """
     path = Path(path)
     if path.suffix == ".npy":
-        tokens = _load_array(path)
+        with (
+            path.open("rb"),  # what the system refuses is no damage
+            refusing_damage(path, "a whole .npy file", "Write it with numpy.save."),
+        ):
+            tokens = np.lib.format.open_memmap(path, mode="r")
     else:
         kind = np.dtype(dtype).newbyteorder("<")
         size = path.stat().st_size
@@ -81,15 +85,6 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
             f"{tokens.dtype} of shape {tokens.shape} in {path}."
         )
     return tokens
-
-
-def _load_array(path: Path) -> npt.NDArray[Any]:
-    with path.open("rb") as file:
-        magic = file.read(len(np.lib.format.MAGIC_PREFIX))
-    with refusing_damage(path, "a whole .npy file", "Write it with numpy.save."):
-        if magic != np.lib.format.MAGIC_PREFIX:
-            raise ValueError(f"it begins with {magic!r}")
-        return np.lib.format.open_memmap(path, mode="r")
 
 
 class TokenDataset:
@@ -157,10 +152,9 @@ class TokenDataset:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, but got {batch_size}.")
         generator = np.random.default_rng([self.seed, self.position])
-        starts = generator.integers(len(self), size=batch_size * self.world_size)
+        starts = generator.integers(len(self), size=(self.world_size, batch_size))
         self.position += 1
-        first = self.rank * batch_size
-        return self._windows(starts[first : first + batch_size], torch.device(device))
+        return self._windows(starts[self.rank], torch.device(device))
 
     def sequential_batches(
         self, batch_size: int, *, device: torch.device | str = "cpu"

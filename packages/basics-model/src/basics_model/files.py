@@ -30,8 +30,7 @@ def written_whole(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        failed = _os_error(error)
-        if failed is not None:
+        if (failed := _os_error(error)) is not None:
             raise OSError(failed.errno, failed.strerror, str(path)) from error
         raise
     _flush_folder(path.parent)

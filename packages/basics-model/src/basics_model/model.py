@@ -50,8 +50,7 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Draws the weight anew from torch's global generator."""
-        std = math.sqrt(2 / (self.in_features + self.out_features))
-        truncated_normal_(self.weight, std)
+        truncated_normal_(self.weight, math.sqrt(2 / (self.in_features + self.out_features)))
 
 
 class LMHead(Linear):
@@ -76,21 +75,14 @@ class Embedding(nn.Embedding):
         truncated_normal_(self.weight, 1.0)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / √(mean(x²) + ε) · weight over the last dimension (Zhang & Sennrich, arXiv:1910.07467).
 
     Computes in fp32, or in the input's dtype where that is wider, and returns the input's dtype.
     """
 
     def __init__(self, d_model: int, *, eps: float = 1e-5, **placement: Unpack[Placement]) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.empty(d_model, **placement))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Sets the weight to ones."""
-        nn.init.ones_(self.weight)
+        super().__init__(d_model, eps=eps, **placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises (..., d_model)."""
@@ -237,20 +229,14 @@ class TransformerLM(nn.Module):
         self.config = config
         # Blocks that keep the output of their attention checkpoint themselves.
         self.checkpoint_blocks = 0 if keep_attention else checkpoint_blocks
-        self.embedding = Embedding(config.vocab_size, config.d_model, device=device, dtype=dtype)
+        placement: Placement = {"device": device, "dtype": dtype}
+        self.embedding = Embedding(config.vocab_size, config.d_model, **placement)
         self.blocks = nn.ModuleList(
-            Block(
-                config,
-                attention,
-                products,
-                keep_attention=keep_attention,
-                device=device,
-                dtype=dtype,
-            )
+            Block(config, attention, products, keep_attention=keep_attention, **placement)
             for _ in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.d_model, device=device, dtype=dtype)
-        self.lm_head = LMHead(config.d_model, config.vocab_size, device=device, dtype=dtype)
+        self.norm = RMSNorm(config.d_model, **placement)
+        self.lm_head = LMHead(config.d_model, config.vocab_size, **placement)
 
     def forward(
         self, token_ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None

@@ -35,7 +35,7 @@ def joined_products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
     weights = [layer.weight for layer in layers]
     rows = x.flatten(0, -2)
     if all(weight.dtype == x.dtype for weight in weights):
-        whole = _product(rows, weights)
+        whole = _product(rows, weights, True)
     else:
         whole = rows @ torch.cat(weights).to(x.dtype).t()
     parts: tuple[Tensor, ...] = whole.split([len(weight) for weight in weights], -1)
@@ -55,50 +55,36 @@ def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, first.shape[1]), first.stride())
 
 
-# Compilers see each weight as an input of its own. These operators hide from them that several
+# Compilers see each weight as an input of its own. This operator hides from them that several
 # weights are one matrix.
 
 
 @torch.library.custom_op("basics_model::product", mutates_args=())
-def _product(x: Tensor, weights: list[Tensor]) -> Tensor:
-    """(N, in) times the transpose of the weights side by side: (N, sum of their rows)."""
-    return x @ _side_by_side(weights).t()
-
-
-@torch.library.custom_op("basics_model::product_backward", mutates_args=())
-def _product_backward(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    """The gradient (N, in) of the input of a product from that of its result."""
-    return grad @ _side_by_side(weights)
+def _product(x: Tensor, weights: list[Tensor], transposed: bool) -> Tensor:
+    """(N, in) times the transpose of the weights below each other, or (N, out) times them."""
+    whole = _side_by_side(weights)
+    return x @ (whole.t() if transposed else whole)
 
 
 @_product.register_fake
-def _(x: Tensor, weights: list[Tensor]) -> Tensor:
-    return x.new_empty(len(x), sum(len(weight) for weight in weights))
+def _(x: Tensor, weights: list[Tensor], transposed: bool) -> Tensor:
+    rows = sum(len(weight) for weight in weights)
+    return x.new_empty(len(x), rows if transposed else weights[0].shape[1])
 
 
-@_product_backward.register_fake
-def _(grad: Tensor, weights: list[Tensor]) -> Tensor:
-    return grad.new_empty(len(grad), weights[0].shape[1])
+def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], bool], output: Tensor) -> None:
+    x, weights, ctx.transposed = inputs
+    ctx.save_for_backward(x, *weights)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor]], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], *inputs[1])
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None]:
     x, *weights = ctx.saved_tensors
-    parts = (grad.t() @ x).split([len(weight) for weight in weights])
-    return _product_backward(grad, weights), list(parts)
-
-
-def _second_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    first, *weights = ctx.saved_tensors
-    parts = (first.t() @ grad).split([len(weight) for weight in weights])
-    return _product(grad, weights), list(parts)
+    whole = grad.t() @ x if ctx.transposed else x.t() @ grad
+    parts = whole.split([len(weight) for weight in weights])
+    return _product(grad, weights, not ctx.transposed), list(parts), None
 
 
 _product.register_autograd(_gradients, setup_context=_keep)
-_product_backward.register_autograd(_second_gradients, setup_context=_keep)
 
 
 def use_float8_products(

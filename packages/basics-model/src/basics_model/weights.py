@@ -70,9 +70,8 @@ def load_safetensors(
             tensors than a model of its configuration. The message names file and cause.
     """
     safetensors = _import_safetensors()
-    with Path(path).open("rb"):  # the package's own error names no file
-        pass
     with (
+        Path(path).open("rb"),  # the package's own error names no file
         refusing_damage(path, "a file of save_safetensors", "Export the model again."),
         safetensors.safe_open(path, framework="pt") as file,
     ):

@@ -125,9 +125,7 @@ def peaks(
     half = 2 if precision == "bf16" else 0
     tokens = batch * sequence
     logits = tokens * shape.vocab_size
-    parameters = _FP32 * (
-        linear_parameters(shape) + shape.d_model * (shape.vocab_size + 2 * shape.num_layers + 1)
-    )
+    parameters = _FP32 * shape.num_parameters
     if training:
         moments = 2 * parameters if second_step else 0
         return {

@@ -26,21 +26,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bench_harness.core import CaseSkipped, Row, registered
+from bench_harness.core import CaseSkipped, registered
 from bench_harness.workload import imported
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    Attend: TypeAlias = Callable[..., Tensor]
+Attend: TypeAlias = "Callable[..., Tensor]"
+Window: TypeAlias = tuple[int | None, int | None]
 
 ENTRY_POINT_GROUP = "bench_harness.attentions"
-Window: TypeAlias = tuple[int | None, int | None]
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+#: "plain" has none; ratios of the others are to it.
+FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
+PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
+CLOCKS = ("device", "wall", "host")
 
 
 def names() -> list[str]:
@@ -69,69 +74,6 @@ def stores_scores(name: str) -> bool:
 def forward_only(name: str) -> bool:
     """Whether an implementation has no backward, so that only its output is compared and timed."""
     return name == "fa3-fwd"
-
-
-def ran(
-    name: str, tensors: Sequence[Tensor], problem: Any, settings: Mapping[str, Any]
-) -> str | None:
-    """PyTorch's kernel or flashattn-triton's tier that runs; None for other implementations.
-
-    ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
-
-    Args:
-        tensors: query, key and value.
-        problem: as flashattn-triton describes it.
-        settings: of the call.
-    """
-    query, key, value = tensors
-    if name.startswith("flashattn-triton"):
-        from flashattn_triton import choose
-        from flashattn_triton.mask_and_bias import NAMES
-
-        named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
-        asked: Any = named.get(name.rpartition("-")[2], "auto")
-        given = tuple(each for each in NAMES if each in settings)
-        return choose(query, key, value, problem, implementation=asked, tensors=given).tier
-    if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
-        return name.removeprefix("sdpa-") if name.startswith("sdpa-") else None
-    import torch
-    from torch.nn.attention import SDPBackend
-
-    how = {"is_causal": settings["causal"], "enable_gqa": query.shape[1] != key.shape[1]}
-    number = int(torch._fused_sdp_choice(query, key, value, **how))
-    kernels = {
-        SDPBackend.MATH: "math",
-        SDPBackend.FLASH_ATTENTION: "flash",
-        SDPBackend.EFFICIENT_ATTENTION: "efficient",
-        SDPBackend.CUDNN_ATTENTION: "cudnn",
-    }
-    return {int(backend.value): text for backend, text in kernels.items()}.get(number)
-
-
-def ran_in_model(
-    name: str, shape: Row, sequence: int, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """The kernel or tier that the language model's attention runs; None for a user's own.
-
-    Asked of tensors of one batch element's shape, so call it when nothing is weighed.
-
-    Args:
-        name: "naive", "sdpa" or "flash".
-        shape: of a row, with ``num_heads`` and ``d_model``.
-        dtype: of the matrix products.
-    """
-    import torch
-
-    from flashattn_triton.problem import new_problem
-
-    if name not in ("sdpa", "flash"):
-        return name if name == "naive" else None
-    heads = shape["num_heads"]
-    size = (1, heads, sequence, shape["d_model"] // heads)
-    tensors = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-    implementation = "flashattn-triton" if name == "flash" else name
-    problem = new_problem(head_dim=size[-1], causal=True)
-    return ran(implementation, tensors, problem, {"causal": True})
 
 
 def find(name: str) -> Attend:
@@ -167,12 +109,14 @@ def naive(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored."""
-    import torch
+    """softmax(Q·Kᵀ/√D)·V in the inputs' dtype, with all scores stored.
 
-    from flashattn_triton.problem import new_problem
-    from flashattn_triton.reference import visibility_mask
+    Args:
+        first: position of the first query, where the queries are some of the sequence.
+    """
+    import torch
 
     ratio = query.shape[1] // key.shape[1]
     if ratio > 1:
@@ -180,36 +124,40 @@ def naive(
     scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    n_queries, n_keys = scores.shape[-2:]
     if alibi_slopes is not None:
-        scores = scores + _alibi(alibi_slopes, n_queries).to(scores.dtype)
+        scores = scores + _alibi(alibi_slopes, scores.shape[-2], scores.shape[-1], first).to(
+            scores.dtype
+        )
     if bias is not None:
         scores = scores + bias
-    if window is not None:
-        options = new_problem(head_dim=query.shape[-1], causal=causal, window=window)
-        visible = visibility_mask(n_queries, n_keys, options, scores.device)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    elif causal:
-        scores = scores.masked_fill(_later(n_queries, scores.device), float("-inf"))
+    scores = _masked(scores, causal, window, first)
     if sinks is not None:
         column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1] @ value
     return torch.softmax(scores, dim=-1) @ value
 
 
-def _later(length: int, device: Any) -> Tensor:
-    """Which keys a causal mask hides, (length, length)."""
+def _masked(scores: Tensor, causal: bool, window: Window | None = None, first: int = 0) -> Tensor:
+    """Scores with -inf where the mask hides a key."""
     import torch
 
-    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    left, right = window or (None, None)
+    right = 0 if causal else right
+    everything = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    hidden = [] if right is None else [everything.triu(first + right + 1)]
+    hidden += [] if left is None else [everything.tril(first - left - 1)]
+    if not hidden:
+        return scores
+    return scores.masked_fill(functools.reduce(operator.or_, hidden), float("-inf"))
 
 
-def _alibi(slopes: Tensor, length: int) -> Tensor:
-    """ALiBi's bias, (heads, length, length) in fp32, from (heads,) slopes."""
+def _alibi(slopes: Tensor, queries: int, keys: int, first: int = 0) -> Tensor:
+    """ALiBi's bias, (heads, queries, keys) in fp32, from (heads,) slopes."""
     import torch
 
-    positions = torch.arange(length, device=slopes.device)
-    return -slopes[:, None, None] * (positions[:, None] - positions).abs()
+    positions = torch.arange(first, first + queries, device=slopes.device)
+    distances = positions[:, None] - torch.arange(keys, device=slopes.device)
+    return -slopes[:, None, None] * distances.abs()
 
 
 def _naive_compiled() -> Attend:
@@ -289,17 +237,14 @@ def _sdpa(backend: str | None) -> Attend:
         alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        length = query.shape[-2]
-        mask = bias
+        length, mask = query.shape[-2], bias
         if alibi_slopes is not None:
             if length not in constants:
-                added = _alibi(alibi_slopes, length)[None]
-                if causal:
-                    added.masked_fill_(_later(length, query.device), float("-inf"))
-                constants[length] = added.to(query.dtype)
+                added = _alibi(alibi_slopes, length, length)[None].to(query.dtype)
+                constants[length] = _masked(added, causal)
             mask = constants[length]
-        elif bias is not None and causal:
-            mask = bias.masked_fill(_later(length, query.device), float("-inf"))
+        elif bias is not None:
+            mask = _masked(bias, causal)
         try:
             with contextlib.nullcontext() if chosen is None else sdpa_kernel(chosen):
                 return F.scaled_dot_product_attention(

@@ -16,8 +16,8 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer.core import TyperGroup
 
-from bench_harness import compare, experiments, options, presets, user_code, verdict
-from bench_harness.core import Case
+from bench_harness import experiments, options, user_code
+from bench_harness.core import TOLERANCE, Case
 from bench_harness.experiments import Experiment
 from bench_harness.store import Store, StoreError, replace_file
 
@@ -60,7 +60,7 @@ AsJson: TypeAlias = Annotated[
 PresetOrFile: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help=f"One of {', '.join(presets.shipped())}, or a file NAME.toml.",
+        help=f"One of {', '.join(options.shipped())}, or a file NAME.toml.",
         show_default=False,
     ),
 ]
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gone = {"--" + name.replace("_", "-"): text for name, text in options.REMOVED.items()}
         removed = [text for name, text in {**_REMOVED, **gone}.items() if name in given]
         return _complain(" ".join([error.format_message(), *removed[:1]]))
-    except (ValueError, StoreError, compare.ComparisonError) as error:
+    except (ValueError, StoreError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk or a missing permission, wherever it shows
         return _complain(f"{error.filename or 'system'}: {error.strerror}")
@@ -175,20 +175,20 @@ def _experiment_command(experiment: Experiment, given: Sequence[str]) -> Callabl
         user_code.refuse_ignored(values, written)
         return experiment.name, experiment.cases(**values), [(experiment.name, values)], None
 
-    own = [*options.parameters(experiment), _parameter("context", typer.Context)]
-    return _measuring(plan, own, given)
+    context = inspect.Parameter("context", _KEYWORD, annotation=typer.Context)
+    return _measuring(plan, [*options.parameters(experiment), context], given)
 
 
 def _run_command(given: Sequence[str]) -> Callable[..., int]:
     def plan(preset: str) -> _Plan:
-        chosen = presets.load(preset)
+        chosen = options.load_preset(preset)
         return chosen.name, chosen.cases(), chosen.runs, preset
 
-    return _measuring(plan, [_parameter("preset", PresetOrFile)], given)
+    asked = inspect.Parameter("preset", _KEYWORD, annotation=PresetOrFile)
+    return _measuring(plan, [asked], given)
 
 
-def _parameter(name: str, kind: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def _measuring(
@@ -196,66 +196,68 @@ def _measuring(
 ) -> Callable[..., int]:
     """A command that measures what ``plan`` makes of its own parameters."""
 
-    def command(
-        *,
-        output: Path | None,
-        only: str,
-        dry_run: bool,
-        timeout: float | None,
-        as_json: bool,
-        **values: Any,
-    ) -> int:
-        from rich.console import Console
+    def command(**values: Any) -> int:
+        shared = {each.name: values.pop(each.name) for each in every_run}
+        return _measure(plan(**values), given, **shared)
 
-        from bench_harness import session
-
-        name, cases, chosen, preset = plan(**values)
-        request = session.Request(
-            name=name,
-            cases=user_code.identified(cases),
-            options=chosen,
-            command=given,
-            preset=preset,
-            output=output,
-            only=[item.strip() for item in only.split(",") if item.strip()],
-            timeout_s=timeout,
-        )
-        if dry_run:
-            session.dry_run(request, Console(), as_json=as_json)
-            return 0
-        console, tables = Console(stderr=as_json), preset is None and not as_json
-        done = session.measure(request, console, tables=tables, as_json=as_json)
-        return 0 if done else FAILED
-
-    shared = [
-        _of_every_run(
-            "output",
-            Path | None,
-            None,
-            "Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
-        ),
-        _of_every_run(
-            "only",
-            str,
-            "",
-            "Only these experiments, or cases whose label holds a text.",
-            metavar="TEXT,...",
-        ),
-        _of_every_run("dry_run", bool, False, "List the cases and their time so far; run nothing."),
-        _of_every_run(
-            "timeout", float | None, None, "Seconds per case, instead of its own.", min=0.1
-        ),
-        _parameter("as_json", AsJson, False),
-    ]
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in [*own, *shared]}
+    known = inspect.signature(_measure, eval_str=True).parameters.values()
+    every_run = [each for each in known if each.kind == _KEYWORD]
+    every = [*own, *every_run]
+    command.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in every}
     return command
 
 
-def _of_every_run(name: str, kind: Any, default: Any, text: str, **more: Any) -> inspect.Parameter:
-    flag = "--" + name.replace("_", "-")
-    how = typer.Option(flag, help=text, show_default=False, **more)
-    return _parameter(name, Annotated[kind, how], default)
+def _measure(
+    planned: _Plan,
+    given: Sequence[str],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
+            show_default=False,
+        ),
+    ] = None,
+    only: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT,...",
+            help="Only these experiments, or cases whose label holds a text.",
+            show_default=False,
+        ),
+    ] = "",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the cases and their time so far; run nothing."),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds per case, instead of its own.", show_default=False),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """What every command does that measures."""
+    from rich.console import Console
+
+    from bench_harness import session
+
+    name, cases, chosen, preset = planned
+    request = session.Request(
+        name=name,
+        cases=user_code.identified(cases),
+        options=chosen,
+        command=given,
+        preset=preset,
+        output=output,
+        only=[item.strip() for item in only.split(",") if item.strip()],
+        timeout_s=timeout,
+    )
+    if dry_run:
+        session.dry_run(request, Console(), as_json=as_json)
+        return 0
+    console, tables = Console(stderr=as_json), preset is None and not as_json
+    return 0 if session.measure(request, console, tables=tables, as_json=as_json) else FAILED
 
 
 def _report(run: RunFolder, as_json: AsJson = False) -> int:
@@ -273,7 +275,7 @@ def _compare(
     run_b: RunFolder,
     tolerance: Annotated[
         float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
-    ] = verdict.TOLERANCE,
+    ] = TOLERANCE,
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
     ] = False,
@@ -296,7 +298,7 @@ def _compare(
     """Say whether run B is faster or slower than A."""
     from rich.console import Console
 
-    from bench_harness import terminal
+    from bench_harness import compare, terminal
     from bench_harness.report import comparison
 
     gate = None if fail_on is None else compare.Gate.parse(fail_on)
@@ -378,7 +380,7 @@ def _preset(
     name: Annotated[
         str,
         typer.Argument(
-            help=f"One of {', '.join(presets.shipped())}.",
+            help=f"One of {', '.join(options.shipped())}.",
             show_default=False,
         ),
     ],
@@ -387,7 +389,7 @@ def _preset(
 
     bench-harness preset quick > mine.toml; bench-harness run mine.toml
     """
-    typer.echo(presets.text(name), nl=False)
+    typer.echo(options.preset_text(name), nl=False)
     return 0
 
 

@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench_harness.core import Case, Row, plural
+from bench_harness.core import TOLERANCE, Case, Row, plural
 from bench_harness.environment import compared, throttled
-from bench_harness.row_checks import is_number
-from bench_harness.store import RESERVED, Store
-from bench_harness.verdict import TOLERANCE, Verdict, judge
+from bench_harness.store import RESERVED, Store, is_number
+from bench_harness.verdict import Verdict, judge
 
 #: Relative difference of clocks, and of controls, from which a row is not sure.
 CONTROL = 0.03
@@ -43,7 +42,7 @@ TOLD = ("explained", "spans", "report")
 KERNELS = 3
 
 
-class ComparisonError(Exception):
+class ComparisonError(ValueError):
     """The runs cannot be compared; the text says why, in one line."""
 
 

@@ -27,6 +27,10 @@ JsonValue: TypeAlias = Any
 Row: TypeAlias = dict[str, JsonValue]
 
 
+#: Relative difference below which two times count as the same, and beyond which a gate closes.
+TOLERANCE = 0.05
+
+
 class CaseSkipped(Exception):  # noqa: N818 - an outcome, not an error
     """Raised by ``Experiment.run`` when a case cannot run here; its text is the reason."""
 

@@ -9,7 +9,7 @@ from bench_harness.core import Case, Row
 from bench_harness.environment import gpu_count
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 def default_world_size(device: str) -> int:
@@ -52,43 +52,16 @@ def on_rank_0(decision: bool) -> bool:
     return said[0]
 
 
-def slowest_rank(ranks: list[Row]) -> Row:
+def slowest_rank(ranks: Sequence[Row]) -> Row:
     """One variant's row from those of all ranks: a step takes as long as its slowest rank."""
-    first = ranks[0]
-    row = dict(first)
+    row = dict(ranks[0])
     for name in ("samples_ms", "samples_device_ms", "host_ms", "optimizer_ms"):
-        if name in first:
-            row[name] = slowest_of([rank[name] for rank in ranks])
-    if "samples_sm_clock_mhz" in first:
+        if name in row:
+            row[name] = [max(each) for each in zip(*(r[name] for r in ranks), strict=True)]
+    if "samples_sm_clock_mhz" in row:
         clocks = zip(*(rank["samples_sm_clock_mhz"] for rank in ranks), strict=False)
         row["samples_sm_clock_mhz"] = [min(clock) for clock in clocks]
-    if "samples_ms" in first:
+    if "samples_ms" in row:
         fastest = zip(*(rank["samples_ms"] for rank in ranks), strict=True)
         row["samples_fastest_rank_ms"] = [min(sample) for sample in fastest]
     return row
-
-
-def slowest_of(ranks: list[list[float]]) -> list[float]:
-    """The samples of all ranks combined: each takes as long as on its slowest rank."""
-    return [max(sample) for sample in zip(*ranks, strict=True)]
-
-
-def sweep(
-    size_bytes: Sequence[int], device: torch.device, *, warmup: int, samples: int
-) -> list[list[float]]:
-    """Milliseconds of this rank's all-reduces of each size; all ranks call it together."""
-    import torch
-    import torch.distributed as dist
-
-    from bench_harness.timing import Samples, record_sample
-
-    found = []
-    for size in size_bytes:
-        vector = torch.zeros(size // 4, device=device)
-        timed = Samples()
-        for _ in range(warmup + samples):
-            dist.barrier()
-            with record_sample(timed, device):
-                dist.all_reduce(vector)
-        found.append(timed.wall_ms[warmup:])
-    return found

@@ -169,8 +169,10 @@ def asked(function: Callable[..., JsonValue], *args: Any, timeout_s: float) -> J
     return outcome.value
 
 
-def _failure(status: Status, error: str, *, seconds: float = 0.0) -> Outcome:
-    return Outcome(status=status, error=error, seconds=seconds)
+def _failure(
+    status: Status, error: str, detail: str | None = None, *, seconds: float = 0.0
+) -> Outcome:
+    return Outcome(status=status, error=error, detail=detail, seconds=seconds)
 
 
 def _await_answer(answers: Connection, deadline: float, on_progress: Progress) -> Outcome | None:
@@ -181,7 +183,8 @@ def _await_answer(answers: Connection, deadline: float, on_progress: Progress) -
         except (EOFError, OSError):
             return None
         if kind == "outcome":
-            return Outcome(**content)
+            found: Outcome = content
+            return found
         on_progress(content)
     return None
 
@@ -362,19 +365,18 @@ def _work(
 
 def _answer(
     function: Callable[..., JsonValue], args: tuple[Any, ...], progress: Progress
-) -> dict[str, Any]:
-    """What the process reports: the fields of its outcome."""
+) -> Outcome:
+    """What the process reports; the caller knows the seconds."""
     try:
         value = function(*args, progress)
         json.dumps(value, allow_nan=False)  # a value that cannot be stored is this call's error
     except CaseSkipped as reason:
-        return {"status": "skipped", "error": str(reason), "seconds": 0.0}
+        return _failure("skipped", str(reason))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, whatever it is
-        status = "oom" if _is_out_of_memory(error) else "error"
         line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         detail = "".join(traceback.format_exception(error)).strip()
-        return {"status": status, "error": line, "detail": detail, "seconds": 0.0}
-    return {"status": "ok", "value": value, "seconds": 0.0}
+        return _failure("oom" if _is_out_of_memory(error) else "error", line, detail)
+    return Outcome(status="ok", value=value, seconds=0.0)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -92,28 +92,13 @@ class RankOutcome:
         return self.error is None and self.exitcode == 0
 
 
-def launch(
-    function: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    backend: str = "gloo",
-    timeout_s: float = 300.0,
-    start_method: StartMethod | None = None,
-    progress: Progress | None = None,
-) -> list[Any]:
+def launch(function: Callable[..., Any], world_size: int, *args: Any, **how: Any) -> list[Any]:
     """Calls ``function(rank, world_size, device, *args)`` on every rank of a new process group.
 
+    The ranks end together: when one has raised or died, the others are killed.
+
     Args:
-        function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
-        world_size: number of ranks, at least 1.
-        args: picklable arguments.
-        backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
-        timeout_s: seconds after which a rank prints where it is and is killed; also the process
-            group's own timeout for one collective.
-        start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
-            that follows programs rather than forks needs "spawn".
-        progress: shows one line of text. If given, the function also gets ``progress=``, whose
-            lines begin with ``rank N:``.
+        function, world_size, args, how: of :func:`launch_each`, but for ``end_together``.
 
     Returns:
         The functions' results in rank order.
@@ -123,16 +108,7 @@ def launch(
         torch.OutOfMemoryError: a rank ran out of device memory.
         RankError: a rank raised, died or outlived the deadline.
     """
-    outcomes = launch_each(
-        function,
-        world_size,
-        *args,
-        backend=backend,
-        timeout_s=timeout_s,
-        end_together=True,
-        start_method=start_method,
-        progress=progress,
-    )
+    outcomes = launch_each(function, world_size, *args, end_together=True, **how)
     if any(outcome.error is not None for outcome in outcomes):
         import torch
 
@@ -154,16 +130,24 @@ def launch_each(
     start_method: StartMethod | None = None,
     progress: Progress | None = None,
 ) -> list[RankOutcome]:
-    """Calls a function on every rank as :func:`launch` does, and reports how each rank ended.
+    """Calls ``function(rank, world_size, device, *args)`` on every rank, and tells how each ended.
 
     A rank that has stopped itself (SIGSTOP) is killed as soon as every other rank has ended.
 
     Args:
-        function: and the arguments that are not listed here, as of :func:`launch`.
+        function: importable (module-level) function; ``device`` is the rank's ``torch.device``.
+        world_size: number of ranks, at least 1.
+        args: picklable arguments.
+        backend: "gloo" (CPU tensors) or "nccl" (local rank r uses ``cuda:r``).
+        timeout_s: seconds after which a rank prints where it is and is killed.
         collective_timeout_s: the process group's own timeout, which its first connections need as
             well; None for ``timeout_s``.
         end_together: kill the other ranks when one has raised or died. Otherwise they live on to
             their own ends.
+        start_method: how ranks come to be; None chooses fork or forkserver, as above. A profiler
+            that follows programs rather than forks needs "spawn".
+        progress: shows one line of text. If given, the function also gets ``progress=``, whose
+            lines begin with ``rank N:``.
 
     Returns:
         One outcome for each rank, in rank order.
@@ -188,20 +172,18 @@ def launch_each(
         try:
             for number in range(world_size):
                 ours, theirs = context.Pipe()
-                rank = _Rank(
-                    rank=number,
-                    world_size=world_size,
-                    backend=backend,
-                    timeout_s=timeout_s,
-                    collective_timeout_s=collective_timeout_s or timeout_s,
-                    folder=Path(name),
-                    reports_progress=progress is not None,
-                )
                 # A forked rank inherits the other ends of the pipes before it, which would keep
                 # them open when the launcher closes its own.
                 inherited = [*pipes, ours] if start_method == "fork" else []
                 process = context.Process(
-                    target=_rank_main, args=(rank, theirs, inherited, function, args)
+                    target=_rank_main,
+                    args=(number, world_size, theirs, inherited, function, args),
+                    kwargs={
+                        "backend": backend,
+                        "timeout_s": collective_timeout_s or timeout_s,
+                        "folder": Path(name),
+                        "reports_progress": progress is not None,
+                    },
                 )
                 process.start()
                 theirs.close()
@@ -370,44 +352,41 @@ def _describe(outcomes: Sequence[RankOutcome]) -> str:
 # ---- rank ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rank:
-    """What a rank is told about itself."""
-
-    rank: int
-    world_size: int
-    backend: str
-    timeout_s: float
-    collective_timeout_s: float
-    folder: Path
-    reports_progress: bool
-
-
 def _rank_main(
-    rank: _Rank,
+    rank: int,
+    world_size: int,
     pipe: Connection,
     inherited: Sequence[Connection],
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    *,
+    backend: str,
+    timeout_s: float,
+    folder: Path,
+    reports_progress: bool,
 ) -> None:
-    """What every rank runs: the process group, the function, and an orderly end."""
+    """Runs a rank: the process group, the function, and an orderly end.
+
+    Args:
+        timeout_s: of the process group.
+    """
     for other in inherited:
         other.close()
     # As torchrun sets them, for code that asks.
     os.environ |= {
-        "RANK": str(rank.rank),
-        "LOCAL_RANK": str(rank.rank),
-        "WORLD_SIZE": str(rank.world_size),
-        "LOCAL_WORLD_SIZE": str(rank.world_size),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
     }
-    with (rank.folder / f"output-{rank.rank}").open("wb") as output:
+    with (folder / f"output-{rank}").open("wb") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
-    stacks = (rank.folder / f"stacks-{rank.rank}").open("w")
+    stacks = (folder / f"stacks-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     faulthandler.enable(sys.__stderr__ or stacks)
     done = threading.Event()
-    watch = threading.Thread(target=_watch_launcher, args=(pipe, done, rank.folder), daemon=True)
+    watch = threading.Thread(target=_watch_launcher, args=(pipe, done, folder), daemon=True)
     watch.start()
 
     import torch.distributed as dist
@@ -415,20 +394,20 @@ def _rank_main(
     # What has been imported stays; looking through it takes most of a collection's time.
     gc.freeze()
     try:
-        device = _device(rank)
+        device = _device(rank, world_size, backend)
         dist.init_process_group(
-            rank.backend,
+            backend,
             # In a file, because a port would be open to the network.
-            store=dist.FileStore(str(rank.folder / "store"), rank.world_size),  # type: ignore[attr-defined]
-            rank=rank.rank,
-            world_size=rank.world_size,
-            timeout=timedelta(seconds=rank.collective_timeout_s),
-            device_id=device if rank.backend == "nccl" else None,
+            store=dist.FileStore(str(folder / "store"), world_size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if backend == "nccl" else None,
         )
         extra: dict[str, Any] = {}
-        if rank.reports_progress:
+        if reports_progress:
             extra["progress"] = lambda text: pipe.send(("progress", text[:1000]))
-        value = function(rank.rank, rank.world_size, device, *args, **extra)
+        value = function(rank, world_size, device, *args, **extra)
         done.set()
         pipe.send(("returned", value, None))
         watch.join()  # until the launcher has heard of every rank, and closes the pipe
@@ -437,7 +416,7 @@ def _rank_main(
         # otherwise be older than this one.
         done.set()
         pipe.send(("raised", None, traceback.format_exc()))
-        if rank.backend == "nccl":  # which destroys a group that has lost a rank in about a minute
+        if backend == "nccl":  # which destroys a group that has lost a rank in about a minute
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -446,17 +425,17 @@ def _rank_main(
             dist.destroy_process_group()
 
 
-def _device(rank: _Rank) -> Any:
+def _device(rank: int, world_size: int, backend: str) -> Any:
     """The rank's ``torch.device``, which is made the current one; a CPU's cores are shared."""
     import torch
 
-    if rank.backend == "nccl":
-        device = torch.device("cuda", rank.rank)
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         return device
     known = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // rank.world_size))
+    torch.set_num_threads(max(1, cores // world_size))
     return torch.device("cpu")
 
 

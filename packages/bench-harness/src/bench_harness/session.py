@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from bench_harness import experiments, runner, terminal
 from bench_harness.core import Case
-from bench_harness.progress import ConsoleReporter
 from bench_harness.runner import Planned
 from bench_harness.store import Store
+from bench_harness.terminal import ConsoleReporter
 
 if TYPE_CHECKING:
     from rich.console import Console

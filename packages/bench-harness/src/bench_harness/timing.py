@@ -11,11 +11,13 @@ steady.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench_harness import environment
 from bench_harness.core import Row, option
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 Step = Callable[[], object]
+_Each = TypeVar("_Each")
 
 
 @dataclass
@@ -159,23 +162,39 @@ class SamplingOptions:
     max_seconds: float = option(10.0, "Seconds that a case may go on sampling for that.")
 
 
-class Enough:
-    """Says whether enough samples were taken; its time limit begins when it is constructed.
+def in_turns(
+    everyone: Callable[[], Iterable[_Each]],
+    config: Mapping[str, Any],
+    readings: Callable[[], Iterable[Sequence[float]]],
+    *,
+    least: int = 1,
+    parts: int = 1,
+    agreed: Callable[[bool], bool] = bool,
+) -> Iterator[tuple[int, list[_Each]]]:
+    """Rounds in which everyone has a turn: the number of each, and everyone in its order, to and
+    fro, so that drift meets all alike.
+
+    Further rounds follow until every interval is narrow, or no time is left.
 
     Args:
+        everyone: asked anew in each round.
         config: of a case, with :class:`SamplingOptions`; without them the least is enough.
-        parts: how many such decisions share the seconds of the case.
+        readings: the samples so far.
+        least: rounds, after which the time limit begins.
+        parts: how many such loops share the seconds of the case.
+        agreed: makes this process's decision to stop everybody's.
     """
-
-    def __init__(self, config: Mapping[str, Any], *, parts: int = 1) -> None:
-        self._width = float(config.get("interval", 0.0)) / 100
-        self._end = time.monotonic() + float(config.get("max_seconds", 0.0)) / parts
-
-    def reached(self, samples: Iterable[Sequence[float]]) -> bool:
-        """Whether every quantity's interval is narrow, or no time is left."""
-        if not self._width or time.monotonic() >= self._end:
-            return True
-        return all(narrow(each, self._width) for each in samples if each)
+    width, end = float(config.get("interval", 0.0)) / 100, math.inf
+    for number in itertools.count():
+        order = list(everyone())
+        yield number, order[::-1] if number % 2 else order
+        if number + 1 < least:
+            continue
+        if number + 1 == least:
+            end = time.monotonic() + float(config.get("max_seconds", 0.0)) / parts
+        late = not width or time.monotonic() >= end
+        if agreed(late or all(narrow(each, width) for each in readings() if each)):
+            return
 
 
 def narrow(samples: Sequence[float], width: float) -> bool:

@@ -26,15 +26,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-if TYPE_CHECKING:  # numpy and scipy come with the functions: the command line imports this
-    from bench_harness.stats import Summary
+import numpy as np
+from scipy import stats
+
+from bench_harness.core import TOLERANCE
+from bench_harness.stats import (
+    UNSTABLE_DRIFT,
+    UNSTABLE_WIDTH,
+    Summary,
+    ratio_interval,
+    separated,
+    summarize,
+)
 
 Direction: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
 
-#: Relative difference below which two times count as the same, and beyond which a gate closes.
-TOLERANCE = 0.05
 #: The fewest samples of each run for a direction at all, and the fewest independent ones for a sure
 #: one.
 FEWEST, ENOUGH = 3, 5
@@ -108,8 +116,6 @@ def judge(
     Raises:
         ValueError: there are no samples, or one is not finite.
     """
-    from bench_harness.stats import UNSTABLE_DRIFT, ratio_interval, summarize
-
     summaries = {"A": summarize(a), "B": summarize(b)}
     ratio, bare_low, bare_high = ratio_interval(b, a)
     low, high = _widened(a, b, ratio, bare_low, bare_high)
@@ -157,8 +163,6 @@ def judge(
 
 def _unsteady(name: str, summary: Summary) -> list[str]:
     """Reasons in the samples of one run for which its median should not be quoted."""
-    from bench_harness.stats import UNSTABLE_DRIFT, UNSTABLE_WIDTH
-
     found = []
     if summary["n"] < ENOUGH:
         found.append(f"{name} has {summary['n']} sample{'s' * (summary['n'] != 1)}")
@@ -178,23 +182,17 @@ def _width(summary: Summary) -> float:
 
 
 def _wide(summaries: dict[str, Summary]) -> bool:
-    from bench_harness.stats import UNSTABLE_WIDTH
-
     return any(_width(each) > UNSTABLE_WIDTH for each in summaries.values())
 
 
 def _told_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Mann–Whitney's test on medians of stretches of time."""
-    from bench_harness.stats import separated
-
     worth = min(effective(a), effective(b))
     return worth < ENOUGH or separated(_stretches(a), _stretches(b))
 
 
 def _stretches(samples: Sequence[float]) -> list[float]:
     """Medians of stretches of three samples or more, of which an outlier decides none."""
-    import numpy as np
-
     blocks = min(BLOCKS, len(samples) // 3, int(effective(samples)))
     if blocks < ENOUGH:
         return list(samples)
@@ -209,8 +207,6 @@ def effective(samples: Sequence[float]) -> float:
     ranks of neighbouring samples, corrected for its bias (Kendall, 1954). All of them count where
     that correlation is not significant at 1 %, and below :data:`STEP_SAMPLES` samples.
     """
-    from scipy import stats
-
     count = len(samples)
     if count < STEP_SAMPLES or min(samples) == max(samples):
         return float(count)
@@ -244,8 +240,6 @@ def _widened(
     a: Sequence[float], b: Sequence[float], ratio: float, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
     """The interval of a ratio, widened for samples that resemble their neighbours."""
-    from scipy import stats
-
     worth = min(effective(a), effective(b))
     factor = max(len(each) / effective(each) for each in (a, b))
     if low is None or high is None or factor == 1:
@@ -260,9 +254,6 @@ def step(samples: Sequence[float]) -> float:
     0 below :data:`STEP_SAMPLES` samples, and where Kruskal–Wallis's test does not tell the
     stretches apart at 1 %. A clock that changes once leaves no trend that a line would show.
     """
-    import numpy as np
-    from scipy import stats
-
     values = np.asarray(samples, np.float64)
     if values.size < STEP_SAMPLES or np.ptp(values) == 0:
         return 0.0
@@ -299,8 +290,6 @@ def samples_needed(
     Returns:
         The number; None where it is larger than :data:`MOST`.
     """
-    from bench_harness.stats import UNSTABLE_WIDTH
-
     if low is None or high is None:
         return ENOUGH
     margin = max(abs(ratio - 1), tolerance - abs(ratio - 1))

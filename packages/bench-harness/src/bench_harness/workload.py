@@ -1,7 +1,7 @@
 """What is measured: a model on a device, a random batch, a precision, an optimizer.
 
 The Transformer language model by size or by explicit dimensions, or any ``nn.Module``, which
-:mod:`bench_harness.subject` makes.
+:mod:`bench_harness.user_code` makes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -198,6 +198,69 @@ def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     )
 
 
+def ran(
+    name: str, tensors: Sequence[Tensor], problem: Any, settings: Mapping[str, Any]
+) -> str | None:
+    """PyTorch's kernel or flashattn-triton's tier that runs; None for other implementations.
+
+    ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
+
+    Args:
+        tensors: query, key and value.
+        problem: as flashattn-triton describes it.
+        settings: of the call.
+    """
+    query, key, value = tensors
+    if name.startswith("flashattn-triton"):
+        from flashattn_triton import choose
+        from flashattn_triton.mask_and_bias import NAMES
+
+        named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
+        asked: Any = named.get(name.rpartition("-")[2], "auto")
+        given = tuple(each for each in NAMES if each in settings)
+        return choose(query, key, value, problem, implementation=asked, tensors=given).tier
+    if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
+        return name.removeprefix("sdpa-") if name.startswith("sdpa-") else None
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    how = {"is_causal": settings["causal"], "enable_gqa": query.shape[1] != key.shape[1]}
+    number = int(torch._fused_sdp_choice(query, key, value, **how))
+    kernels = {
+        SDPBackend.MATH: "math",
+        SDPBackend.FLASH_ATTENTION: "flash",
+        SDPBackend.EFFICIENT_ATTENTION: "efficient",
+        SDPBackend.CUDNN_ATTENTION: "cudnn",
+    }
+    return {int(backend.value): text for backend, text in kernels.items()}.get(number)
+
+
+def ran_in_model(
+    name: str, shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """The kernel or tier that the language model's attention runs; None for a user's own.
+
+    Asked of tensors of one batch element's shape, so call it when nothing is weighed.
+
+    Args:
+        name: "naive", "sdpa" or "flash".
+        shape: with ``num_heads``, ``d_model`` and ``sequence``.
+        dtype: of the matrix products.
+    """
+    import torch
+
+    from flashattn_triton.problem import new_problem
+
+    if name not in ("sdpa", "flash"):
+        return name if name == "naive" else None
+    heads = shape["num_heads"]
+    size = (1, heads, shape["sequence"], shape["d_model"] // heads)
+    tensors = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    implementation = "flashattn-triton" if name == "flash" else name
+    problem = new_problem(head_dim=size[-1], causal=True)
+    return ran(implementation, tensors, problem, {"causal": True})
+
+
 def missing_package(name: str) -> str | None:
     """The package of ``package.module:attribute``, if it is not installed."""
     package = name.partition(":")[0].partition(".")[0]
@@ -253,28 +316,24 @@ def language_model(
     device: torch.device,
     *,
     precision: str,
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     seed: int = 0,
     batch_seed: int = 0,
-    checkpoint_blocks: int = 0,
-    keep_attention: bool = False,
     chunked_loss: bool = False,
     joined_products: bool = False,
     float8_recipe: str | None = None,
+    **how: Any,
 ) -> Workload:
     """The Transformer language model of a case, with a random batch of token ids.
 
     Args:
         config: ``size`` and dimensions as in :func:`language_model_config`, ``batch`` and
             ``sequence``.
-        attention: PyTorch's scaled dot-product attention by default.
         seed: of the parameters.
         batch_seed: of the tokens; distinct per rank in data-parallel runs.
-        checkpoint_blocks: blocks that backward recomputes together; 0 keeps everything.
-        keep_attention: of recomputed blocks, keep the output of fused attention.
         chunked_loss: the loss is made inside the model, without all logits in memory at once.
         joined_products: query, key and value are one product.
         float8_recipe: of :func:`basics_model.products.use_float8_products`; None for none.
+        how: further arguments of :class:`basics_model.TransformerLM`.
 
     Raises:
         CaseSkipped: float8 products without torchao, or on a device that has none.
@@ -288,11 +347,9 @@ def language_model(
     torch.manual_seed(seed)
     module = basics_model.TransformerLM(
         model_config,
-        attention=attention or basics_model.sdpa_attention,
         products=products.joined_products if joined_products else products.separate_products,
-        checkpoint_blocks=checkpoint_blocks,
-        keep_attention=keep_attention,
         device=device,
+        **how,
     )
     if float8_recipe is not None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from flashattn_triton.attention import (
+from flashattn_triton.assignment import (
+    FlashAttention2PyTorch,
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
-    flash_attention,
-    flash_attention_varlen,
 )
+from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
@@ -15,7 +15,6 @@ from flashattn_triton.logsumexp import merge
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import Problem
 from flashattn_triton.score_maximum import largest_scores
-from flashattn_triton.tiled import FlashAttention2PyTorch
 
 __version__ = "0.1.0"
 

@@ -1,29 +1,23 @@
-"""The public functions: attention on dense and on packed batches, and the assignment's class."""
+"""The public functions: attention on dense and on packed batches."""
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from flashattn_triton.caches import attend_to_cache
-from flashattn_triton.compiled_backward import compiled_flash_backward
+from flashattn_triton.caches import places_of_cache
 from flashattn_triton.configs import Tiling
-from flashattn_triton.documents import attend_to_documents
+from flashattn_triton.documents import places_of_documents
 from flashattn_triton.inputs import (
     as_length,
     as_starts,
-    check_dense,
-    check_inputs,
     check_varlen,
     in_one_batch,
 )
-from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised, resolve_mask_and_bias
+from flashattn_triton.mask_and_bias import resolve_mask_and_bias
 from flashattn_triton.masks import with_mask, without_unseen_keys
 from flashattn_triton.mistakes import (
     check_tensors,
@@ -32,8 +26,8 @@ from flashattn_triton.mistakes import (
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.op import BACKWARD, FORWARD, PLAIN, attend, operator_arguments
-from flashattn_triton.operator_rules import NOTHING, Given
+from flashattn_triton.op import PLAIN, attend
+from flashattn_triton.operator_rules import NOTHING
 from flashattn_triton.problem import (
     CausalArgument,
     Implementation,
@@ -41,9 +35,7 @@ from flashattn_triton.problem import (
     Layout,
     OptionKeywords,
     PackedKeywords,
-    Problem,
     Window,
-    as_given,
     check_layout,
     heads_first,
     new_problem,
@@ -224,10 +216,7 @@ def flash_attention(
         warn_of_layout(layout, query, key, stacklevel=2)
     if n_queries != n_keys and (causal or window is not None):
         key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
-    if problem.implementation == "reference":
-        out, lse = _reference(problem, query, key, value, given)
-    else:
-        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
@@ -365,35 +354,10 @@ def flash_attention_varlen(
     except TypeError:
         _refuse_keywords_of_packed_calls({**keywords})
         raise
-    if problem.implementation == "reference":
-        out, lse = _reference(problem, query, key, value, given)
-    else:
-        out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
+    out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True and lengths[0] != lengths[1]:
         warn_of_alignment(*lengths, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
-
-
-def _reference(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
-) -> tuple[Tensor, Tensor | None]:
-    """Output and logsumexp by the definition, with its own derivatives."""
-    from flashattn_triton.reference import attention_reference, attention_reference_varlen
-
-    *_, starts_q, starts_k = given
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    check_inputs(problem, query, key, value, starts_q, starts_k)
-    mask_and_bias = mask_and_bias_of(normalised(problem, query, key, given))
-    with torch.autocast(query.device.type, enabled=False):
-        if starts_q is not None and starts_k is not None:
-            out, lse = attention_reference_varlen(
-                query, key, value, starts_q, starts_k, problem, mask_and_bias, dtype=dtype
-            )
-        else:
-            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
-            out = as_given(out, problem.layout)
-    return out.to(problem.out_dtype or query.dtype), lse
 
 
 def _in_four_dimensions(
@@ -413,49 +377,49 @@ def _in_four_dimensions(
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
+    layout = layout or "bhsd"
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
+    more: Any = {"alibi_slopes": alibi_slopes, "sinks": sinks, **keywords}
     if document_ids is not None:
         refuse_with_packed_rows(
             "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
         )
-        out, lse = attend_to_documents(
-            flash_attention_varlen, query, key, value, document_ids, layout or "bhsd",
-            alibi_slopes, sinks, max_documents, **keywords,
-        )  # fmt: skip
+        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+        of_documents = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
+        out, lse = _in_joined_rows(rows, of_documents, layout, more)
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
     if key_lengths is not None:
         refuse_with_packed_rows("key_lengths", bias=bias, prefix_lengths=prefix_lengths)
-        out, lse = attend_to_cache(
-            functools.partial(flash_attention_varlen, alibi_slopes=alibi_slopes, sinks=sinks),
-            query, key, value, key_lengths, layout or "bhsd", **keywords,
-        )  # fmt: skip
+        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
+        out, lse = _in_joined_rows(rows, places_of_cache(key_lengths, rows), layout, more)
         return (out, lse) if return_lse else out
-    q, k, _ = (heads_first(x, layout or "bhsd") for x in batch)
-    resolved = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        prefix_lengths=prefix_lengths,
-        mask=mask,
-        sinks=sinks,
-        leading=query.shape[:-3],
-        heads=q.shape[1],
-        lengths=(q.shape[2], k.shape[2]),
-        device=query.device,
-    )
+    q, k, _ = (heads_first(x, layout) for x in batch)
+    lengths = (q.shape[2], k.shape[2])
+    resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
+    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved.tensors
     results = flash_attention(
-        *batch,
-        layout=layout,
-        return_lse=True,
-        alibi_slopes=resolved.alibi_slopes,
-        bias=resolved.bias,
-        prefix_lengths=resolved.prefix_lengths,
-        mask=None if resolved.mask is None else resolved.mask[:, None, None, :] != 0,
-        sinks=resolved.sinks,
-        **keywords,
-    )
+        *batch, layout=layout, return_lse=True, alibi_slopes=alibi_slopes, bias=bias,
+        prefix_lengths=prefix_lengths, mask=None if mask is None else mask[:, None, None, :] != 0,
+        sinks=sinks, **keywords,
+    )  # fmt: skip
     out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in results)
     return (out, lse) if return_lse else out
+
+
+def _in_joined_rows(
+    rows: Sequence[Tensor], places: tuple[Any, ...], layout: Layout, keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Output in ``layout`` and logsumexp (..., H, N_q) of (..., N, H, D) tensors, as one row.
+
+    ``places`` of sequences in it: its two ``cu_seqlens`` and ``max_seqlen``.
+    """
+    leading = rows[0].shape[:-2]
+    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
+    out, lse = flash_attention_varlen(q, k, v, *places, return_lse=True, **keywords)
+    out = out.reshape(*leading, *out.shape[1:])
+    lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
+    return out.movedim(-2, -3) if layout == "bhsd" else out, lse
 
 
 def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
@@ -479,78 +443,3 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     dtype = torch.get_autocast_dtype(first.device.type)
     kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
     return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
-
-
-class FlashAttention2Triton(torch.autograd.Function):
-    """``FlashAttention2Triton.apply(Q, K, V, is_causal=False)``: the Triton kernels as a Function.
-
-    Q is (..., N_q, D), K (..., N_k, D), V (..., N_k, E), with the same leading dimensions (at least
-    one); the output is (..., N_q, E). The scale is 1/sqrt(D); ``is_causal`` lets query i see the
-    keys j <= i. Saves L, Q, K, V, O; L is the natural-log logsumexp, shaped ``Q.shape[:-1]``.
-
-    CUDA tensors take the tier that ``flash_attention`` chooses, the portable one or Hopper's. CPU
-    tensors run in Triton's interpreter if it is active, and are refused if not.
-    :class:`FlashAttention2TritonCompiledBackward` is the same with the backward pass in PyTorch.
-
-    Raises:
-        ValueError: shapes, dtypes or devices don't fit, or Triton cannot run on the device.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """O, with what the backward pass needs saved on ``ctx``."""
-        check_tensors(Q=Q, K=K, V=V)
-        for name, x in (("Q", Q), ("K", K), ("V", V)):
-            if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
-                raise ValueError(
-                    f"{name} must be (..., sequence, head_dim) with Q's leading dimensions, at "
-                    f"least one, but got {tuple(x.shape)} for Q {tuple(Q.shape)}. Reshape or "
-                    f"expand it."
-                )
-        query, key, value = (_as_heads(x) for x in (Q, K, V))
-        check_dense(query, key, value)
-        ctx.arguments = operator_arguments(
-            new_problem(
-                head_dim=Q.shape[-1],
-                causal=bool(is_causal),
-                implementation="auto" if query.is_cuda else "triton",
-            )
-        )
-        out, lse = FORWARD(query, key, value, *ctx.arguments)
-        O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
-        ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)
-        ctx.is_causal = is_causal
-        return O
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV by the Triton kernels."""
-        L, Q, K, V, O = ctx.saved_tensors  # noqa: E741 - the paper's name
-        query, key, value, out, grad_out = (_as_heads(x) for x in (Q, K, V, O, dO))
-        lse = L.view(query.shape[:-1])
-        tensors = (query, key, value, out, lse, grad_out, None)
-        gradients = BACKWARD(*tensors, *ctx.arguments, [True, False, False])[:3]
-        dQ, dK, dV = (g.view(x.shape) for g, x in zip(gradients, (Q, K, V), strict=True))
-        return dQ, dK, dV, None
-
-
-class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
-    """:class:`FlashAttention2Triton` with Eq. 13-19 in compiled PyTorch as its backward pass.
-
-    The step between autograd and the Triton kernels: N_q x N_k elements exist during backward.
-    """
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV by :func:`flashattn_triton.compiled_backward.compiled_flash_backward`."""
-        # Detached, because a compiler looks at the history of what it is given, and O has one.
-        L, Q, K, V, O = (x.detach() for x in ctx.saved_tensors)  # noqa: E741 - the paper's name
-        scale = 1.0 / math.sqrt(Q.shape[-1])
-        return *compiled_flash_backward(Q, K, V, O, dO, L, ctx.is_causal, scale), None
-
-
-def _as_heads(x: Tensor) -> Tensor:
-    """(..., N, D) to (B, H, N, D): the last leading dimension becomes heads."""
-    return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,22 +70,13 @@ def flash_backward(
     return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 
-def compiled_flash_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,  # noqa: E741 - the paper's name
-    dO: Tensor,
-    L: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> Gradients:
+def compiled_flash_backward(*arguments: Any) -> Gradients:
     """:func:`flash_backward` through ``torch.compile``, with the same arguments and results.
 
     The first call of a process compiles (on a CPU that needs a C++ compiler); later calls with
     other shapes may compile again.
     """
-    return _compiled()(Q, K, V, O, dO, L, is_causal, scale)
+    return _compiled()(*arguments)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import in_one_batch
 from flashattn_triton.launch import tma_refusal
-from flashattn_triton.mask_and_bias import check_prefix_options, resolve_mask_and_bias
+from flashattn_triton.mask_and_bias import NAMES, check_prefix_options, resolve_mask_and_bias
 from flashattn_triton.masks import with_mask
 from flashattn_triton.mistakes import (
     check_tensors,
@@ -32,8 +32,6 @@ from flashattn_triton.problem import (
     MAX_HEAD_DIMS,
     Implementation,
     Keywords,
-    Layout,
-    OptionKeywords,
     Problem,
     check_implementation,
     check_layout,
@@ -267,17 +265,8 @@ def explain(
     key: Tensor,
     value: Tensor,
     *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Tensor | None = None,
-    prefix_lengths: Tensor | None = None,
-    document_ids: Tensor | None = None,
-    max_documents: int | None = None,
-    key_lengths: Tensor | None = None,
-    layout: Layout | None = None,
     return_lse: bool = False,
-    **keywords: Unpack[OptionKeywords],
+    **keywords: Unpack[Keywords],
 ) -> str:
     """In words: which implementation and which tiles ``flash_attention`` would run, and why.
 
@@ -287,27 +276,29 @@ def explain(
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
+    options: dict[str, Any] = dict(keywords)
+    given = {name: options.pop(name, None) for name in NAMES}
+    layout, documents = options.pop("layout", None), options.pop("document_ids", None)
+    options.pop("max_documents", None)
+    options.pop("key_lengths", None)
     check_layout(layout)
     leading, batch = query.shape[:-3], in_one_batch(query, key, value)
+    mask, bias = given["mask"], given["bias"]
     if mask is not None:
-        mask, bias, *_ = with_mask(mask, bias, query, key, value, layout or "bhsd")
+        given["mask"], given["bias"], *_ = with_mask(
+            mask, bias, query, key, value, layout or "bhsd"
+        )
     query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
+    lengths = (query.shape[2], key.shape[2])
     mask_and_bias = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        prefix_lengths=prefix_lengths,
-        mask=mask,
-        sinks=sinks,
-        leading=leading,
-        heads=query.shape[1],
-        lengths=(query.shape[2], key.shape[2]),
-        device=query.device,
+        tuple(given.values()), leading, query.shape[1], lengths, query.device
     )
-    problem = new_problem("bhsd", query.shape[-1], **keywords)
-    if prefix_lengths is not None:
+    problem = new_problem("bhsd", query.shape[-1], **options)
+    if given["prefix_lengths"] is not None:
         check_prefix_options(problem)
-    if document_ids is not None:
-        refuse_with_packed_rows("document_ids", bias=bias, mask=mask, prefix_lengths=prefix_lengths)
+    if documents is not None:
+        del given["alibi_slopes"], given["sinks"]
+        refuse_with_packed_rows("document_ids", **given)
     plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]

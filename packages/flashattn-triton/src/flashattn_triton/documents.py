@@ -7,16 +7,14 @@ heads, N tokens of a row, D head_dim, E head_dim of value.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Unpack, overload
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.problem import OptionKeywords
 
 _SCATTERED = (
     "document_ids must have each document's tokens next to each other, but got a document in "
@@ -98,33 +96,27 @@ def _rows(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return rows, begins, begins.sum(dim=1) == distinct.sum(dim=1)
 
 
-def attend_to_documents(
-    attend: Callable[..., Any],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+def places_of_documents(
     document_ids: Tensor,
-    layout: str,
+    max_documents: int | None,
+    tensors: Sequence[Tensor],
     alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    max_documents: int | None = None,
-    **keywords: Unpack[OptionKeywords],
-) -> tuple[Tensor, Tensor]:
-    """``flash_attention`` of (B, H, N, D) or (B, N, H, D) tensors, within documents.
+) -> tuple[Tensor, Tensor, int | None, int | None]:
+    """Where documents are among the tokens of all rows: two ``cu_seqlens`` and ``max_seqlen``.
 
     Args:
-        attend: ``flash_attention_varlen``, which calls this module's functions in its turn.
-        query: and ``key``, ``value``, ``document_ids``, ``alibi_slopes``, ``sinks``, ``keywords``:
-            as given to ``flash_attention``.
-        layout: "bhsd" or "bshd".
-        max_documents: as given to ``flash_attention``.
+        document_ids: (..., N), as given to ``flash_attention``, as are ``max_documents`` and
+            ``alibi_slopes``.
+        max_documents: see ``document_ids``.
+        tensors: query, key and value, (..., N, H, D).
+        alibi_slopes: see ``document_ids``.
 
-    Returns:
-        Output in the layout of the inputs, and logsumexp (B, H, N).
+    Raises:
+        ValueError: naming the argument, what it must be and what was given.
+        TypeError: not a tensor.
     """
     check_tensors(document_ids=document_ids)
-    tokens_first = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
-    for name, x in zip(("query", "key", "value"), tokens_first, strict=True):
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
         if x.dim() < 3 or x.shape[:-2] != document_ids.shape or x.device != document_ids.device:
             raise ValueError(
                 f"document_ids must be one number for each token of {name}, "
@@ -133,34 +125,8 @@ def attend_to_documents(
             )
     if alibi_slopes is not None and alibi_slopes.dim() != 1:
         raise ValueError(
-            f"alibi_slopes must be of shape ({query.shape[-3 if layout == 'bhsd' else -2]},) where "
-            f"document_ids are given, but got {tuple(alibi_slopes.shape)}. All documents have the "
-            f"same slopes."
+            f"alibi_slopes must be of shape ({tensors[0].shape[-2]},) where document_ids are "
+            f"given, but got {tuple(alibi_slopes.shape)}. All documents have the same slopes."
         )
     cu_seqlens, longest = cu_seqlens_of(document_ids, max_documents)
-    attend = functools.partial(attend, alibi_slopes=alibi_slopes, sinks=sinks)
-    places = (cu_seqlens, cu_seqlens, longest, longest)
-    return attend_in_joined_rows(attend, tokens_first, places, layout, **keywords)
-
-
-def attend_in_joined_rows(
-    attend: Callable[..., Any],
-    tensors: Sequence[Tensor],
-    places: tuple[Any, ...],
-    layout: str,
-    **keywords: Any,
-) -> tuple[Tensor, Tensor]:
-    """Output in ``layout`` and logsumexp (..., H, N_q) of (..., N, H, D) tensors.
-
-    Args:
-        attend: ``flash_attention_varlen``, which gets all rows as one.
-        tensors: query, key and value.
-        places: of sequences in joined rows: its two ``cu_seqlens`` and ``max_seqlen``.
-        layout: "bhsd" or "bshd".
-    """
-    rows = tensors[0].shape[:-2]
-    joined = (x.reshape(-1, *x.shape[-2:]) for x in tensors)
-    out, lse = attend(*joined, *places, return_lse=True, **keywords)
-    out = out.reshape(*rows, *out.shape[1:])
-    lse = lse.reshape(lse.shape[0], *rows).movedim(0, -2)
-    return out.movedim(-2, -3) if layout == "bhsd" else out, lse
+    return cu_seqlens, cu_seqlens, longest, longest

@@ -34,10 +34,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashattn_triton.mask_and_bias import MaskAndBias, mask_and_bias_of
+from flashattn_triton.mask_and_bias import (
+    MaskAndBias,
+    bias_of_tile,
+    mask_and_bias_of,
+    parts_of_batch,
+)
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
-from flashattn_triton.tiled import sequences, tiles
+from flashattn_triton.tiled import tiles
 
 Tensors = Sequence[Tensor | None]
 Range = tuple[int, int]
@@ -144,10 +149,8 @@ def _parts(
         for x in (*inputs[:3], *direction[:3], out, lse, *results)
     )
     tbias, tsinks = direction[3:]
-    spans = [(slice(None),) * 2]
-    if problem.packed:
-        spans = list(sequences(*given[-2:]))  # type: ignore[arg-type]
-    for i, (rows, columns) in enumerate(spans):
+    starts_q, starts_k = given[-2:]
+    for rows, columns, tensors in parts_of_batch(starts_q, starts_k, mask_and_bias):
 
         def cut(x: Tensor | None, span: slice = rows) -> Tensor | None:
             return None if x is None else x[:, :, span]
@@ -158,7 +161,7 @@ def _parts(
             (tbias, tsinks),
             [cut(x) for x in of_queries],
             problem,
-            mask_and_bias.sequence(i) if problem.packed else mask_and_bias,
+            tensors,
         )
 
 
@@ -253,17 +256,10 @@ class _Part:
             curvature = -2 / softcap * capped * slope * tangent
             tangent = tangent * slope
         if self.tbias is not None:
-            cuts = (
-                slice(None) if n == 1 else slice(*span)
-                for n, span in zip(self.tbias.shape[2:], (queries, keys), strict=True)
-            )
-            shape = (
-                self.scores.batch,
-                self.scores.heads,
-                queries[1] - queries[0],
-                keys[1] - keys[0],
-            )
-            tangent = tangent + self._folded(self.tbias[:, :, *cuts].expand(shape))
+            lengths = (queries[1] - queries[0], keys[1] - keys[0])
+            tbias = bias_of_tile(self.tbias, queries, keys)
+            tbias = tbias.expand(self.scores.batch, self.scores.heads, *lengths)
+            tangent = tangent + self._folded(tbias)
         return p, tangent, slope, curvature
 
     def _rows(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
@@ -324,12 +320,7 @@ class _Part:
                 ds, tds = p * dp, tp * dp + p * tdp
                 dv[j] = dv[j] + tp.transpose(1, 2) @ do
                 if bias is not None:
-                    cut = dbias[
-                        :,
-                        :,
-                        slice(None) if bias.shape[2] == 1 else slice(*queries),
-                        slice(None) if bias.shape[3] == 1 else columns,
-                    ]
+                    cut = bias_of_tile(dbias, queries, keys)
                     cut += self.scores.unfold_tile(tds, queries).sum_to_size(cut.shape)
                 if slope is not None and curvature is not None:
                     ds, tds = ds * slope, tds * slope + ds * curvature

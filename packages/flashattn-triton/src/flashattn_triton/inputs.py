@@ -56,13 +56,7 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must have query's batch size {query.shape[0]}, but got "
                 f"{x.shape[0]}. Expand it."
             )
-    _check_heads(query.shape[1], key.shape[1], value.shape[1])
-    _check_head_dims(query.shape[3], key.shape[3], value.shape[3])
-    if value.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"value must have key's sequence length {key.shape[2]}, but got {value.shape[2]}. Pass "
-            f"the same positions of both."
-        )
+    _check_shapes(query, key, value, rows=2)
 
 
 def as_length(length: object) -> Any:
@@ -80,6 +74,21 @@ def as_length(length: object) -> Any:
         return operator.index(length)  # type: ignore[arg-type]
     except TypeError:
         return length
+
+
+def given_starts(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both :func:`as_starts`, or neither.
+
+    Raises:
+        ValueError: one of them is given alone.
+    """
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return as_starts(cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    return None, None
 
 
 def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,13 +129,7 @@ def check_varlen(
                 f"{tuple(x.shape)}. Use flash_attention for batches that are not packed."
             )
     _check_kind(query, key, value)
-    _check_heads(query.shape[1], key.shape[1], value.shape[1])
-    _check_head_dims(query.shape[2], key.shape[2], value.shape[2])
-    if value.shape[0] != key.shape[0]:
-        raise ValueError(
-            f"value must have key's {key.shape[0]} tokens, but got {value.shape[0]}. Pass the same "
-            f"positions of both."
-        )
+    _check_shapes(query, key, value, rows=0)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is None:
             continue
@@ -228,7 +231,9 @@ def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
             )
 
 
-def _check_heads(heads: int, kv_heads: int, value_heads: int) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
+    """Heads, head_dims, and the length of keys: of tensors whose sequence is dimension ``rows``."""
+    heads, kv_heads, value_heads = (x.shape[1] for x in (query, key, value))
     if value_heads != kv_heads:
         raise ValueError(
             f"value must have key's {kv_heads} heads, but got {value_heads}. Grouped heads share "
@@ -239,19 +244,22 @@ def _check_heads(heads: int, kv_heads: int, value_heads: int) -> None:
             f"query's head count must be a multiple of key's, but got {heads} and {kv_heads}. Pass "
             f"layout='bshd' if that dimension is the sequence."
         )
-
-
-def _check_head_dims(query_dim: int, key_dim: int, value_dim: int) -> None:
-    if key_dim != query_dim:
+    if key.shape[-1] != query.shape[-1]:
         raise ValueError(
-            f"key must have query's head_dim {query_dim}, but got {key_dim}. Only value's may "
-            f"differ."
+            f"key must have query's head_dim {query.shape[-1]}, but got {key.shape[-1]}. Only "
+            f"value's may differ."
         )
-    for name, dim in (("query", query_dim), ("value", value_dim)):
-        if dim < 1:
+    for name, x in (("query", query), ("value", value)):
+        if x.shape[-1] < 1:
             raise ValueError(
-                f"{name} must have a head_dim of at least 1, but got {dim}. Leave empty heads out."
+                f"{name} must have a head_dim of at least 1, but got {x.shape[-1]}. Leave empty "
+                f"heads out."
             )
+    if value.shape[rows] != key.shape[rows]:
+        raise ValueError(
+            f"value must have key's sequence length {key.shape[rows]}, but got "
+            f"{value.shape[rows]}. Pass the same positions of both."
+        )
 
 
 def check_inputs(

@@ -16,7 +16,8 @@ Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -115,11 +116,7 @@ class MaskAndBias:
         """
         total = None
         if self.bias is not None:
-            rows, columns = (
-                slice(None) if n == 1 else slice(*span)
-                for n, span in zip(self.bias.shape[2:], (queries, keys), strict=True)
-            )
-            bias = self.bias[:, :, rows, columns]
+            bias = bias_of_tile(self.bias, queries, keys)
             total = bias.masked_fill(bias <= HIDDEN_BIAS, float("-inf")).to(dtype)
         if self.alibi_slopes is not None:
             device = self.alibi_slopes.device
@@ -137,13 +134,38 @@ class MaskAndBias:
 NO_MASK_OR_BIAS = MaskAndBias()
 
 
+def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+    """The part of a bias, or its gradient, for ranges of queries and keys, which may share it."""
+    rows, columns = (
+        slice(None) if n == 1 else slice(*span)
+        for n, span in zip(bias.shape[2:], (queries, keys), strict=True)
+    )
+    return bias[:, :, rows, columns]
+
+
+def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``full``."""
+    sizes = zip(shape[::-1], full[::-1], strict=False)
+    return len(shape) <= len(full) and all(n in (1, whole) for n, whole in sizes)
+
+
+def parts_of_batch(
+    starts_q: Tensor | None, starts_k: Tensor | None, mask_and_bias: MaskAndBias
+) -> Iterator[tuple[slice, slice, MaskAndBias]]:
+    """Rows of queries, rows of keys and tensors: of each packed sequence, or the whole batch.
+
+    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed.
+    """
+    if starts_q is None or starts_k is None:
+        yield slice(None), slice(None), mask_and_bias
+        return
+    spans = ([slice(*x) for x in itertools.pairwise(y.tolist())] for y in (starts_q, starts_k))
+    for i, (rows, columns) in enumerate(zip(*spans, strict=True)):
+        yield rows, columns, mask_and_bias.sequence(i)
+
+
 def resolve_mask_and_bias(
-    *,
-    alibi_slopes: Tensor | None,
-    bias: Tensor | None,
-    prefix_lengths: Tensor | None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
+    given: Sequence[Tensor | None],
     leading: Sequence[int],
     heads: int,
     lengths: tuple[int, int],
@@ -152,12 +174,12 @@ def resolve_mask_and_bias(
     """Checks user arguments and brings them into one shape.
 
     Args:
-        alibi_slopes: fp32, (H,) or (*leading, H); constants, without a gradient.
-        bias: fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k).
-        prefix_lengths: integers, of shape ``leading``. What is below 0 counts as 0, and what is
-            above N_k as N_k, so that values need not be read on the host.
-        mask: (*leading, N_k) uint8, as :func:`~flashattn_triton.masks.with_mask` returns it.
-        sinks: (H,), floating.
+        given: tensors :data:`NAMES`. ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias
+            is fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k); prefix lengths are
+            integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
+            N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
+            uint8, as :func:`~flashattn_triton.masks.with_mask` returns it; sinks are (H,),
+            floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
         lengths: N_q and N_k.
@@ -167,6 +189,7 @@ def resolve_mask_and_bias(
         ValueError: naming the argument, what it must be and what was given.
         TypeError: not a tensor.
     """
+    alibi_slopes, bias, prefix_lengths, mask, sinks = given
     if sinks is not None:
         check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
@@ -230,17 +253,9 @@ def normalised(
         return given
     rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
     first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    resolved = resolve_mask_and_bias(
-        alibi_slopes=alibi_slopes,
-        bias=bias,
-        prefix_lengths=prefix_lengths,
-        mask=mask,
-        sinks=sinks,
-        leading=(first,),
-        heads=query.shape[heads],
-        lengths=(query.shape[rows], key.shape[rows]),
-        device=query.device,
-    )
+    lengths = (query.shape[rows], key.shape[rows])
+    tensors = given[: len(NAMES)]
+    resolved = resolve_mask_and_bias(tensors, (first,), query.shape[heads], lengths, query.device)
     if prefix_lengths is not None:
         check_prefix_options(problem)
     return (*resolved.tensors, *starts)
@@ -290,10 +305,7 @@ def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
 
 def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
     sizes = tuple(bias.shape)
-    fits = len(sizes) <= len(shape) and all(
-        n in (1, full) for n, full in zip(sizes[::-1], shape[::-1], strict=False)
-    )
-    if not fits or bias.dtype not in (*DTYPES, torch.float64):
+    if not broadcasts(sizes, shape) or bias.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {shape} "
             f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it size "

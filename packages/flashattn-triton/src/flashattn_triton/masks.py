@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashattn_triton.mask_and_bias import broadcasts
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.operator_rules import Given
 from flashattn_triton.problem import Problem, seen_keys
@@ -40,9 +41,7 @@ def with_mask(
     check_tensors(mask=mask)
     rows, heads = (-2, -3) if layout == "bhsd" else (-3, -2)
     sizes = (*query.shape[:-3], query.shape[heads], query.shape[rows], key.shape[rows])
-    fits = mask.dim() <= len(sizes) and all(
-        n in (1, full) for n, full in zip(mask.shape[::-1], sizes[::-1], strict=False)
-    )
+    fits = broadcasts(mask.shape, sizes)
     if mask.dtype != torch.bool or not fits or mask.device != query.device:
         raise ValueError(
             f"mask must be a bool tensor on {query.device} that broadcasts to {sizes} (batch, "

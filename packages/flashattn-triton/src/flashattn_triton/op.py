@@ -230,12 +230,12 @@ def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
 # ---- the operators -------------------------------------------------------------------------------
 
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_PROBLEM = (
-    f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, str layout, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, str causal, float scale, SymInt window_left, SymInt window_right, "
-    "float softcap, bool deterministic, str implementation, bool fp32_out, "
-    "bool largest_only, int[] tiling"
+NUMBERS = (  # of Problem.pack
+    "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, float scale, "
+    "SymInt window_left, SymInt window_right, float softcap, bool deterministic, "
+    "str implementation, bool fp32_out, bool largest_only, int[] tiling"
 )
+_PROBLEM = f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, {NUMBERS}"
 FP32_OUT, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
@@ -367,9 +367,7 @@ class Attend(_SingleLevelFunction):
             gradients = _unless_batched(call.backward, *tensors, given, needs)
         if gradients is None:
             numbers = call.problem.pack() if isinstance(call, CachedCall) else call
-            results = BACKWARD(*tensors, *given, *numbers, list(needs))
-            wanted = (*[needs[0]] * 3, *needs[1:])
-            gradients = [x if need else None for x, need in zip(results, wanted, strict=True)]
+            gradients = _wanted(BACKWARD(*tensors, *given, *numbers, list(needs)), needs)
         if not rest:
             return None, *gradients[:3]
         of_given: list[Tensor | None] = [None] * len(rest)
@@ -405,8 +403,7 @@ class _AttendBackward(_SingleLevelFunction):
         """Gradients of all tensors but output and logsumexp, which follow from the others."""
         *numbers, needs = ctx.numbers
         query, key, value, out, lse, grad_out, grad_lse, *given = ctx.saved_tensors
-        wanted = (*[needs[0]] * 3, *needs[1:])
-        direction = tuple([x if need else None for x, need in zip(direction, wanted, strict=True)])
+        direction = tuple(_wanted(direction, needs))
         inputs = (query, key, value, given[BIAS], given[SINKS])
         tangents = TANGENTS(*inputs, *direction, out, lse, *given, *numbers)
         gradients = backward_tangents(
@@ -518,14 +515,19 @@ def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
         Problem.unpack(arguments),
     )  # fmt: skip
     tangent, lse_tangent = tangents[5:7]
-    wanted = (*[needs[0]] * 3, *needs[1:])
-    moved = [x if need else None for x, need in zip(moved, wanted, strict=True)]
+    moved = _wanted(moved, needs)
     if tangent is not None or lse_tangent is not None:  # the gradients are linear in both
         if tangent is None:
             tangent = torch.zeros_like(out)
         more = BACKWARD(*primals[:5], tangent, lse_tangent, *given, *numbers)
         moved = [x if x is None else x + y for x, y in zip(moved, more, strict=True)]
     return tuple(x if t is None else _dual(x, t) for x, t in zip(results, moved, strict=True))
+
+
+def _wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
+    """The five gradients of a backward pass, None in place of those that are not needed."""
+    needed = (*[needs[0]] * 3, *needs[1:])
+    return [x if need else None for x, need in zip(gradients, needed, strict=True)]
 
 
 def _differentiated(tensors: Sequence[Tensor | None], start: int) -> list[Tensor | None]:
@@ -664,10 +666,15 @@ def attend(
     Raises:
         ValueError: a tensor is not what the public functions describe.
     """
-    call = _cached_call(problem, query, key, value, given)
+    by_definition = problem.implementation == "reference"
+    call = None if by_definition else _cached_call(problem, query, key, value, given)
     if call is None:
         check_inputs(problem, query, key, value, *given[STARTS:])
         given = normalised(problem, query, key, given)
+        if by_definition:
+            from flashattn_triton.reference import attend_by_definition
+
+            return attend_by_definition(problem, query, key, value, given)
         if type(query) not in PLAIN:
             register_for(query, FORWARD, BACKWARD)
         out, lse = FORWARD(query, key, value, *given, *problem.pack())

@@ -19,9 +19,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_length, as_starts, check_inputs
+from flashattn_triton.inputs import as_length, check_inputs, given_starts
 from flashattn_triton.logsumexp import sinks_gradient
-from flashattn_triton.mask_and_bias import mask_and_bias_of, normalised
+from flashattn_triton.mask_and_bias import normalised
 from flashattn_triton.masks import without_unseen_keys
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import add_gradients
@@ -99,11 +99,8 @@ def flash_attention_backward(
             "Call it from a function under torch.compiler.disable."
         )
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
-    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
-    elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
+    packed = cu_seqlens_q is not None
     longest = (as_length(max_seqlen_q), as_length(max_seqlen_k)) if packed else (0, 0)
     lengths = (query.shape[0], key.shape[0])
     problem = new_problem(
@@ -139,25 +136,18 @@ def _by_definition(
     problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
 ) -> None:
     """By autograd: a part's output has the share exp(L_p - L) of the joined one."""
-    from flashattn_triton.reference import attention_reference, attention_reference_varlen
+    from flashattn_triton.reference import attend_by_definition
 
-    mask_and_bias, (starts_q, starts_k) = mask_and_bias_of(given), given[-2:]
     *inputs, out, lse, grad_out, grad_lse = tensors
     leaves = [x.float().requires_grad_() for x in inputs]
+    q, k, v = leaves
     with torch.enable_grad():
-        if starts_q is not None and starts_k is not None:
-            q, k, v = leaves
-            part, part_lse = attention_reference_varlen(
-                q, k, v, starts_q, starts_k, problem, mask_and_bias
-            )
-            part = part.transpose(0, 1)
-            out, grad_out = out.transpose(0, 1), grad_out.transpose(0, 1)
-        else:
-            q, k, v = (heads_first(x, problem.layout) for x in leaves)
-            part, part_lse = attention_reference(q, k, v, problem, mask_and_bias)
-            out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
+        part, part_lse = attend_by_definition(problem, q, k, v, given)
+        part = heads_first(part, problem.layout)
+    out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
     share = torch.exp(part_lse - lse).masked_fill(torch.isneginf(part_lse), 0.0).detach()
-    of_lse = (grad_out * (part.detach() - out)).sum(-1) + (0.0 if grad_lse is None else grad_lse)
+    of_lse = (grad_out * (part.detach() - out)).sum(-1).view_as(lse)
+    of_lse = of_lse if grad_lse is None else of_lse + grad_lse
     of_parts = (share[..., None] * grad_out, share * of_lse)
     gradients = torch.autograd.grad((part, part_lse), leaves, of_parts)
     for total, gradient in zip(into, gradients, strict=True):

@@ -217,11 +217,14 @@ def added_of(
     if OPTIONS.alibi:
         slope = tl.load(slopes_ptr + batch * n_heads + head) * LOG2_E
     b = batch.to(tl.int64)
-    if OPTIONS.has_bias and not OPTIONS.bias_tma:
-        bias_ptr += b * bias_strides[0] + head.to(tl.int64) * bias_strides[1]
+    bias, stride_bq, stride_bk, shown = 0, 0, 0, 0  # because Triton 3.6 returns no None
+    if OPTIONS.has_bias:
+        bias, stride_bq, stride_bk = bias_ptr, bias_strides[2], bias_strides[3]
+        if not OPTIONS.bias_tma:
+            bias += b * bias_strides[0] + head.to(tl.int64) * bias_strides[1]
     if OPTIONS.has_mask:
-        mask_ptr += b * n_keys
-    return slope, bias_ptr, bias_strides[2], bias_strides[3], mask_ptr
+        shown = mask_ptr + b * n_keys
+    return slope, bias, stride_bq, stride_bk, shown
 
 
 @triton.jit

@@ -16,14 +16,19 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.problem import Problem, diagonal_offset
+from flashattn_triton.mask_and_bias import (
+    NO_MASK_OR_BIAS,
+    MaskAndBias,
+    mask_and_bias_of,
+    parts_of_batch,
+)
+from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_first
 
 
 def visibility_mask(
@@ -147,20 +152,10 @@ def attention_reference_varlen(
         the last sequence.
     """
     outputs, logsumexps = [], []
-    spans = zip(
-        itertools.pairwise(cu_seqlens_q.tolist()),
-        itertools.pairwise(cu_seqlens_k.tolist()),
-        strict=True,
-    )
-    for i, ((q_start, q_end), (k_start, k_end)) in enumerate(spans):
-        out, logsumexp = attention_reference(
-            query[q_start:q_end].transpose(0, 1)[None],
-            key[k_start:k_end].transpose(0, 1)[None],
-            value[k_start:k_end].transpose(0, 1)[None],
-            problem,
-            mask_and_bias.sequence(i),
-            dtype=dtype,
-        )
+    q, k, v = (heads_first(x, "thd") for x in (query, key, value))
+    for rows, columns, tensors in parts_of_batch(cu_seqlens_q, cu_seqlens_k, mask_and_bias):
+        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        out, logsumexp = attention_reference(*part, problem, tensors, dtype=dtype)
         outputs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
     unowned = query.shape[0] - sum(len(out) for out in outputs)
@@ -168,3 +163,25 @@ def attention_reference_varlen(
         F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned)),
         F.pad(torch.cat(logsumexps, dim=-1), (0, unowned), value=float("-inf")),
     )
+
+
+def attend_by_definition(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp, with their own derivatives, of tensors in the layout of ``problem``.
+
+    They are computed in fp32, or in float64 for such tensors. ``given`` are those of
+    :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape, as the others.
+    """
+    *_, starts_q, starts_k = given
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    how = (problem, mask_and_bias_of(given))
+    with torch.autocast(query.device.type, enabled=False):
+        if starts_q is not None and starts_k is not None:
+            starts = (starts_q, starts_k)
+            out, lse = attention_reference_varlen(query, key, value, *starts, *how, dtype=dtype)
+        else:
+            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+            out, lse = attention_reference(q, k, v, *how, dtype=dtype)
+            out = as_given(out, problem.layout)
+    return out.to(problem.out_dtype or query.dtype), lse

@@ -12,8 +12,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.attention import _reference
-from flashattn_triton.inputs import as_starts
+from flashattn_triton.inputs import given_starts
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import attend
 from flashattn_triton.operator_rules import NOTHING, Given
@@ -59,14 +58,11 @@ def largest_scores(
         TypeError: not a tensor.
     """
     check_tensors(query=query, key=key)
-    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, None, None)
-    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        if bias is not None:
-            raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
-        given = (*given[:5], *as_starts(cu_seqlens_q, cu_seqlens_k))
-    elif (cu_seqlens_q, cu_seqlens_k) != (None, None):
-        raise ValueError("cu_seqlens_q and cu_seqlens_k must both be given, but got one. Pass two.")
+    starts = given_starts(cu_seqlens_q, cu_seqlens_k)
+    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, *starts)
+    packed = starts[0] is not None
+    if packed and bias is not None:
+        raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
     if keywords.get("implementation") == "hopper":
         keywords["implementation"] = "triton"
     longest = (query.shape[0], key.shape[0]) if packed else (0, 0)
@@ -74,8 +70,7 @@ def largest_scores(
     problem = replace(problem, largest_only=True, out_dtype=None)
     if all(x is None for x in given):
         given = NOTHING
-    compute = _reference if problem.implementation == "reference" else attend
-    _, of_rows = compute(problem, query, key, key, given)
+    _, of_rows = attend(problem, query, key, key, given)
     assert of_rows is not None
     spare = of_rows.new_full((*of_rows.shape[:-1], 1), float("-inf"))  # where there is no query
     of_heads = torch.cat([of_rows, spare], -1).amax(-1)

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from flashattn_triton.dispatch import Plan
-from flashattn_triton.launch import Packing, empty_result, unit_last_stride
+from flashattn_triton.launch import Packing, empty_result, empty_row_statistic, unit_last_stride
 from flashattn_triton.logsumexp import sinks_gradient
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
+from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, heads_first
 
 # (query, key, value, packing=None, mask_and_bias=...) to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
@@ -216,16 +216,19 @@ def _tiled_forward(
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:
-    from flashattn_triton.tiled import tiled_forward, tiled_forward_varlen
+    from flashattn_triton.tiled import tiled_forward
 
-    if packing is None:
-        q, k, v = _views((query, key, value), problem)
-        out, lse = tiled_forward(q, k, v, problem, mask_and_bias)
-        out = as_given(out, problem.layout)
-    else:
-        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        out, lse = tiled_forward_varlen(query, key, value, *starts, problem, mask_and_bias)
-    return query.new_empty(0) if problem.largest_only else _laid_out(out, query, problem), lse
+    q, k, v = _views((query, key, value), problem)
+    out = empty_result(query, value.shape[-1], problem.layout, problem.out_dtype).zero_()
+    lse = empty_row_statistic(q).fill_(float("-inf"))
+    (o,) = _views((out,), problem)
+    for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
+        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        if part[0].shape[2]:  # there may be thousands of empty sequences
+            o[:, :, rows], lse[:, :, rows] = tiled_forward(*part, problem, tensors)
+    # A Function refuses to have its output changed in place if that is a view.
+    out = query.new_empty(0) if problem.largest_only else out.detach()
+    return out, lse.squeeze(0).detach() if problem.packed else lse
 
 
 def _tiled_backward(
@@ -241,34 +244,27 @@ def _tiled_backward(
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    from flashattn_triton.tiled import tiled_backward, tiled_backward_varlen
+    from flashattn_triton.tiled import tiled_backward
 
+    inputs = (query, key, value)
+    sums = into or [empty_result(x, x.shape[-1], problem.layout).zero_() for x in inputs]
     if into:  # gradients have the dtype of their inputs
-        query, key, value = query.float(), key.float(), value.float()
-    if packing is None:
-        q, k, v, o, do = _views((query, key, value, out, grad_out), problem)
-        gradients = tiled_backward(
-            q, k, v, o, logsumexp, do, grad_logsumexp, problem, mask_and_bias
-        )
-        dq, dk, dv = (as_given(x, problem.layout) for x in gradients)
-    else:
-        starts = (packing.cu_seqlens_q, packing.cu_seqlens_k)
-        dq, dk, dv = tiled_backward_varlen(
-            query, key, value, out, logsumexp, grad_out, grad_logsumexp, *starts, problem,
-            mask_and_bias,
-        )  # fmt: skip
-    if into:
-        return tuple(x.add_(part) for x, part in zip(into, (dq, dk, dv), strict=True))
-    return (
-        _laid_out(dq, query, problem),
-        _laid_out(dk, key, problem),
-        _laid_out(dv, value, problem),
-    )
+        inputs = (query.float(), key.float(), value.float())
+    q, k, v, o, do = _views((*inputs, out, grad_out), problem)
+    lse, dl = _rows_view(logsumexp, problem), _rows_view(grad_logsumexp, problem)
+    assert lse is not None
+    for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
+        inputs = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
+        results = (o[:, :, rows], lse[:, :, rows], do[:, :, rows])
+        if not inputs[0].shape[2]:
+            continue
+        grad_lse = None if dl is None else dl[:, :, rows]
+        gradients = tiled_backward(*inputs, *results, grad_lse, problem, tensors)
+        spans = (rows, columns, columns)
+        for total, part, span in zip(_views(sums, problem), gradients, spans, strict=True):
+            total[:, :, span] += part
+    return tuple(x.detach() for x in sums)
 
 
-def _laid_out(x: Tensor, like: Tensor, problem: Problem) -> Tensor:
-    """``x`` with the strides that the operators' fake implementations promise."""
-    promised = empty_result(like, x.shape[-1], problem.layout, x.dtype)
-    same = x.stride() == promised.stride()
-    # A Function refuses to have its output changed in place if that is a view.
-    return (x if same else promised.copy_(x)).detach()
+def _starts(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if packing is None else packing[:2]

@@ -14,17 +14,12 @@ folded as :mod:`flashattn_triton.score_tiles` says.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, bias_of_tile
 from flashattn_triton.problem import Problem
 from flashattn_triton.score_tiles import ScoreTiles, accumulation_dtype, fold, unfold
 
@@ -181,9 +176,7 @@ def tiled_bias_backward(
         for queries, keys, _, ds, _ in _gradients_of_scores(
             score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
         ):
-            rows = slice(*queries) if bias.shape[2] > 1 else slice(None)
-            columns = slice(*keys) if bias.shape[3] > 1 else slice(None)
-            target = total[:, :, rows, columns]
+            target = bias_of_tile(total, queries, keys)
             target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
     return total.to(bias.dtype)
 
@@ -224,186 +217,3 @@ def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
     """The ranges that cut ``length`` into pieces of at most ``size``."""
     for start in range(0, length, size):
         yield start, min(start + size, length)
-
-
-def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Where each sequence lies in the packed queries and in the packed keys."""
-    for (q_start, q_end), (k_start, k_end) in zip(
-        itertools.pairwise(cu_seqlens_q.tolist()),
-        itertools.pairwise(cu_seqlens_k.tolist()),
-        strict=True,
-    ):
-        yield slice(q_start, q_end), slice(k_start, k_end)
-
-
-def batched(x: Tensor, tokens: slice) -> Tensor:
-    """Tokens of a packed (T, H, D) tensor as a batch of one: (1, H, N, D)."""
-    return x[tokens].transpose(0, 1)[None]
-
-
-@torch.no_grad()
-def tiled_forward_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
-    """:func:`tiled_forward` of each sequence of a packed batch.
-
-    Args:
-        query: (T_q, H, D), the sequences' tokens one after another.
-        key: (T_k, G, D).
-        value: (T_k, G, E).
-        cu_seqlens_q: (B + 1,) int32: 0, where each next sequence starts in ``query``, and T_q.
-        cu_seqlens_k: (B + 1,) int32, the same for key and value. Sequences may be empty. Both are
-            read on the host, which synchronises if they are on an accelerator.
-        problem: as in :func:`tiled_forward`; the diagonal is each sequence's own.
-        mask_and_bias: slopes and prefixes of each sequence; no bias.
-
-    Returns:
-        Output (T_q, H, E) in the problem's or the query's dtype, logsumexp (H, T_q) in fp32 (fp64).
-    """
-    out = query.new_zeros(*query.shape[:2], value.shape[-1], dtype=problem.out_dtype)
-    lse = torch.full(
-        (query.shape[1], query.shape[0]),
-        float("-inf"),
-        dtype=accumulation_dtype(query.dtype),
-        device=query.device,
-    )
-    for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
-        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
-            continue
-        q, k, v = batched(query, q_span), batched(key, k_span), batched(value, k_span)
-        o_s, lse_s = tiled_forward(q, k, v, problem, mask_and_bias.sequence(i))
-        out[q_span], lse[:, q_span] = o_s[0].transpose(0, 1), lse_s[0]
-    return out, lse
-
-
-@torch.no_grad()
-def tiled_backward_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`tiled_backward` of each sequence of a packed batch.
-
-    Shapes are those of :func:`tiled_forward_varlen`: ``out`` and ``grad_out`` (T_q, H, E), ``lse``
-    and ``grad_lse`` (H, T_q).
-
-    Returns:
-        dQ, dK, dV, shaped and typed like query, key, value.
-    """
-    dq, dk, dv = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for i, (q_span, k_span) in enumerate(sequences(cu_seqlens_q, cu_seqlens_k)):
-        if q_span.start == q_span.stop and k_span.start == k_span.stop:  # there may be thousands
-            continue
-        gradients = tiled_backward(
-            batched(query, q_span),
-            batched(key, k_span),
-            batched(value, k_span),
-            batched(out, q_span),
-            lse[None, :, q_span],
-            batched(grad_out, q_span),
-            None if grad_lse is None else grad_lse[None, :, q_span],
-            problem,
-            mask_and_bias.sequence(i),
-        )
-        spans = (q_span, k_span, k_span)
-        for whole, part, span in zip((dq, dk, dv), gradients, spans, strict=True):
-            whole[span] = part[0].transpose(0, 1)
-    return dq, dk, dv
-
-
-class FlashAttention2PyTorch(torch.autograd.Function):
-    """``FlashAttention2PyTorch.apply(Q, K, V, is_causal=False)``: both algorithms as a Function.
-
-    Q is (..., N_q, D), K (..., N_k, D), V (..., N_k, E), with the same leading dimensions (at
-    least one), dtype and device; the output is (..., N_q, E). The scale is 1/√D; ``is_causal`` lets
-    query i see the keys j <= i. Saves L, Q, K, V, O; L is the natural-log logsumexp, shaped
-    ``Q.shape[:-1]``.
-
-    Raises:
-        ValueError: if shapes, dtypes or devices do not fit together.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-        """Computes the output tile by tile (Algorithm 1)."""
-        check_assignment_inputs(Q, K, V)
-        ctx.problem = Problem(
-            causal="top-left" if is_causal else "none", scale=1 / math.sqrt(Q.shape[-1])
-        )
-        out, lse = tiled_forward(as_batch(Q), as_batch(K), as_batch(V), ctx.problem)
-        out = out.reshape(*Q.shape[:-1], V.shape[-1])
-        ctx.save_for_backward(lse.reshape(Q.shape[:-1]), Q, K, V, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dO: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Computes the gradients tile by tile, from recomputed probabilities (Algorithm 2)."""
-        L, Q, K, V, out = ctx.saved_tensors
-        dQ, dK, dV = tiled_backward(
-            as_batch(Q),
-            as_batch(K),
-            as_batch(V),
-            as_batch(out),
-            L.reshape(-1, 1, L.shape[-1]),
-            as_batch(dO),
-            None,
-            ctx.problem,
-        )
-        return dQ.reshape(Q.shape), dK.reshape(K.shape), dV.reshape(V.shape), None
-
-
-def as_batch(x: Tensor) -> Tensor:
-    """(..., N, D) to (B, 1, N, D)."""
-    return x.reshape(-1, 1, *x.shape[-2:])
-
-
-def check_assignment_inputs(Q: Tensor, K: Tensor, V: Tensor) -> None:
-    """Raises a ValueError unless Q, K, V are what :class:`FlashAttention2PyTorch` documents."""
-    check_tensors(Q=Q, K=K, V=V)
-    for name, x in (("Q", Q), ("K", K), ("V", V)):
-        if x.dim() < 3:
-            raise ValueError(
-                f"{name} must have at least three dimensions (..., sequence, head_dim), but got "
-                f"shape {tuple(x.shape)}. Add a batch dimension with {name}[None]."
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, but got {x.dtype}. Convert it first.")
-        if x.dtype != Q.dtype:
-            raise ValueError(
-                f"Q, K, V must share one dtype, but got {Q.dtype} for Q and {x.dtype} for {name}. "
-                "Convert one of them."
-            )
-        if x.device != Q.device:
-            raise ValueError(
-                f"Q, K, V must be on one device, but got {Q.device} for Q and {x.device} for "
-                f"{name}. Move one of them."
-            )
-        if x.shape[:-2] != Q.shape[:-2]:
-            raise ValueError(
-                f"Q, K, V must have the same leading dimensions, but got {tuple(Q.shape)} for Q "
-                f"and {tuple(x.shape)} for {name}. Expand {name} first."
-            )
-    if K.shape[-1] != Q.shape[-1]:
-        raise ValueError(
-            f"K must have Q's head_dim {Q.shape[-1]}, but got shape {tuple(K.shape)}. Project K."
-        )
-    if V.shape[-2] != K.shape[-2]:
-        raise ValueError(
-            f"V must have K's sequence length {K.shape[-2]}, but got shape {tuple(V.shape)}. Pass "
-            "one value for each key."
-        )

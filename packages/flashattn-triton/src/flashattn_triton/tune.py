@@ -203,21 +203,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("flashattn_triton.tune measures on a GPU, and torch sees none", file=sys.stderr)
         return 2
     entries, rows = [], []
-    for head_dim in options.head_dim:
-        for dtype in options.dtype:
-            for mask in options.mask:
-                problem = Problem(
-                    batch=options.batch,
-                    heads=options.heads,
-                    length=options.length,
-                    head_dim=head_dim,
-                    dtype=dtype,
-                    causal=mask == "causal",
-                )
-                tiling, measured = tune(problem, options.jobs)
-                rows += measured
-                entries.append(dataclasses.asdict(problem) | {"tiling": tiling.pack()})
-                print(f"{dtype} head_dim {head_dim} {mask}: {tiling}", flush=True)
+    for head_dim, dtype, mask in itertools.product(options.head_dim, options.dtype, options.mask):
+        problem = Problem(
+            batch=options.batch,
+            heads=options.heads,
+            length=options.length,
+            head_dim=head_dim,
+            dtype=dtype,
+            causal=mask == "causal",
+        )
+        tiling, measured = tune(problem, options.jobs)
+        rows += measured
+        entries.append(dataclasses.asdict(problem) | {"tiling": tiling.pack()})
+        print(f"{dtype} head_dim {head_dim} {mask}: {tiling}", flush=True)
     table = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

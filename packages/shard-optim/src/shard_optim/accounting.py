@@ -35,13 +35,16 @@ class DtypePolicy:
     state: float = 8
 
     def __post_init__(self) -> None:
-        for name in ("parameter", "gradient", "master", "state"):
-            _check_amount(name, getattr(self, name), "Use 0 for what is not kept.")
+        _check_amounts(**vars(self))
 
 
-def _check_amount(name: str, amount: float, remedy: str) -> None:
-    if not 0 <= amount < math.inf:
-        raise ValueError(f"{name} must be a number that is at least 0, but got {amount}. {remedy}")
+def _check_amounts(**amounts: float) -> None:
+    for name, amount in amounts.items():
+        if not 0 <= amount < math.inf:
+            raise ValueError(
+                f"{name} must be a number that is at least 0, but got {amount}. Pass how many "
+                "there are, or 0 for what is not kept."
+            )
 
 
 FP32 = DtypePolicy()
@@ -117,27 +120,20 @@ def rank_memory(
         raise ValueError(
             f"world_size must be at least 1, but got {world_size}. Pass the number of ranks."
         )
-    _check_amount("numel", numel, "Pass the number of trainable parameters.")
-    _check_amount("in_flight", in_flight, "Pass a number of bytes.")
-    if offloaded_chunk is not None:
-        _check_amount("offloaded_chunk", offloaded_chunk, "Pass a number of elements.")
-    share = numel / world_size
-    state = policy.state * (share if stage >= 1 else numel)
-    gradients = policy.gradient * (share if stage >= 2 else numel)
+    _check_amounts(numel=numel, in_flight=in_flight, offloaded_chunk=offloaded_chunk or 0)
+    # Elements of parameters, of gradients and of optimizer state that this rank holds.
+    held, reduced, updated = (numel / world_size if stage >= cut else numel for cut in (3, 2, 1))
+    gradients, state = policy.gradient * reduced, policy.state * updated
+    moved = policy.gradient * (stage >= 2) + policy.parameter * (stage == 3)
+    visiting = math.inf if offloaded_chunk is None else 2 * policy.state * offloaded_chunk
     return RankMemory(
-        parameters=policy.parameter * (share if stage >= 3 else numel),
+        parameters=policy.parameter * held,
         gradients=gradients,
         kept_gradients=0.0 if stage == 2 else gradients,
-        master_copies=policy.master * (share if stage >= 1 else numel),
-        optimizer_state=(
-            state if offloaded_chunk is None else min(state, 2 * policy.state * offloaded_chunk)
-        ),
+        master_copies=policy.master * updated,
+        optimizer_state=min(state, visiting),
         host_state=0 if offloaded_chunk is None else state,
-        buffers=(
-            0.0
-            if stage < 2 or world_size == 1
-            else min(in_flight, numel * (policy.gradient + (policy.parameter if stage == 3 else 0)))
-        ),
+        buffers=min(in_flight, numel * moved) if world_size > 1 else 0.0,
     )
 
 

@@ -11,7 +11,8 @@ still incomplete are then launched with zeros for what is missing. A parameter i
 rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
-a stand-in that refuses to be computed with (``refused_gradient.py``).
+a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
+over None when it clips.
 """
 
 from __future__ import annotations
@@ -28,38 +29,37 @@ from torch import Tensor
 
 from ddp_lite.ranks import Ranks, start_all_reduce
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_layout import Bucket, check_gradient
-from shard_optim.communication import Communication
-from shard_optim.refused_gradient import StandIn, gradient_of
+from shard_optim.buckets import Bucket
+from shard_optim.communication import Communication, check_gradient
+from shard_optim.refused_gradient import ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
 # buckets may always be in flight.
 MAX_BYTES_IN_FLIGHT = 1024**3
 
+# A stand-in of more elements is one element in memory, seen at every place.
+_MOST_ELEMENTS = 2**16
+
 _FLAGS = "the exchange of which parameters have gradients"
 
 
 @dataclass(eq=False)
 class BucketReduction:
-    """What has happened to one bucket's gradients since the last step.
-
-    Attributes:
-        bucket: the bucket.
-        arrived: positions whose gradients were accumulated in this pass.
-        present: positions for which this rank had a gradient since the last step.
-        shard: this rank's slice of the averaged gradients, shape (chunk,); None before a launch.
-    """
+    """What has happened to one bucket's gradients since the last step."""
 
     bucket: Bucket
+    # Positions whose gradients were accumulated in this pass.
     arrived: set[int] = field(default_factory=set)
+    # Positions for which this rank had a gradient since the last step.
     present: set[int] = field(default_factory=set)
+    # This rank's slice of the averaged gradients, shape (chunk,); None before a launch.
     shard: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.size = len(self.bucket.params)
         self.words = self.bucket.describe("the reduce-scatter of gradients")
-        self._packed = self.bucket.packed
+        self._packed, self._padding = self.bucket.packed, self.bucket.plan.padding
         self.stand_in = StandIn(min(self.bucket.params, key=Tensor.numel))
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -74,8 +74,8 @@ class BucketReduction:
             for param, grad in zip(bucket.params, grads, strict=True)
         ]
         if self._packed:
-            if bucket.plan.padding:
-                sources.append(bucket.flat.new_zeros(bucket.plan.padding))
+            if self._padding:
+                sources.append(bucket.flat.new_zeros(self._padding))
             # One call, where a view of the target for each member costs more than the copies.
             flat: Tensor = torch._utils._flatten_dense_tensors(sources)
             return flat.to(bucket.dtype)
@@ -99,17 +99,10 @@ class _Flight:
 
 
 class GradientReducer:
-    """Hooks parameters and reduces their gradients bucket by bucket.
-
-    Args:
-        communication: of the ranks to average over.
-        ranks: these ranks.
-
-    Attributes:
-        check_read: called with the parameters whose gradients are about to be reduced.
-    """
+    """Hooks parameters and reduces their gradients bucket by bucket."""
 
     def __init__(self, communication: Communication, ranks: Ranks) -> None:
+        # Called with the parameters whose gradients are about to be reduced.
         self.check_read: Callable[[Iterable[Tensor]], None] = lambda params: None
         self._communication = communication
         self._ranks = ranks
@@ -306,3 +299,41 @@ class GradientReducer:
             reduction.shard = None
             reduction.stand_in.remove()
         self._next = 0
+
+
+# --- gradients that have been reduced -----------------------------------------------------
+
+
+class StandIn:
+    """The stand-in of one parameter's gradient."""
+
+    def __init__(self, param: Tensor) -> None:
+        # A data-parallel wrapper that averages too writes into every gradient that it finds.
+        size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
+        zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
+        self._param = param
+        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
+        # A parameter keeps its hooks alive where the garbage collector cannot follow.
+        param_if_alive = weakref.ref(param)
+
+        def before_gradient(_grad: Tensor) -> None:
+            param = param_if_alive()
+            if param is not None and type(param.grad) is ReducedGradient:
+                param.grad = None  # autograd would add to it
+
+        param.register_hook(before_gradient)
+
+    def show(self) -> None:
+        """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
+        self._param.grad = self._grad
+
+    def remove(self) -> None:
+        """Removes the stand-in; call it when there is no reduced gradient any more."""
+        if type(self._param.grad) is ReducedGradient:
+            self._param.grad = None
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """The parameter's own gradient, if it has one that has not been reduced."""
+    grad = param.grad
+    return None if type(grad) is ReducedGradient else grad

@@ -73,6 +73,24 @@ def as_sent(values: Tensor) -> Tensor:
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
+def check_gradient(grad: Tensor | None, name: str) -> None:
+    """Raises ValueError for a sparse gradient, which cannot be sliced."""
+    if grad is not None and grad.layout != torch.strided:
+        raise ValueError(
+            f"gradients must be dense, but got one of layout {grad.layout} for {name}. "
+            "Use sparse=False in its embedding."
+        )
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, at twice its speed on CUDA by the kernel for several tensors."""
+    if tensor.dtype == dtype:
+        return tensor
+    result = torch.empty_like(tensor, dtype=dtype)
+    torch._foreach_copy_([result], [tensor])
+    return result
+
+
 class Communication(Protocol):
     """What moves gradients and parameters between the ranks of a group; each call is collective.
 
@@ -98,9 +116,6 @@ class GroupCollectives:
     """The collectives of a process group's back end, as a ``Communication``.
 
     Several tensors travel in one call and, over NCCL, in one kernel.
-
-    Args:
-        ranks: those of the group.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -187,30 +202,24 @@ def check_first_step(
     gradients.
 
     Args:
-        params: all parameters, the same on every rank.
         gradients: whether their dense gradients must have been averaged already.
-        name_of: a parameter's name by its number.
-        ranks: to compare.
 
     Raises:
         RuntimeError: on every rank, naming the first parameter that differs.
     """
-    if ranks.size == 1:
-        return
     numbers = [index for index, param in enumerate(params) if param.numel()]
-    if not numbers:
+    if ranks.size == 1 or not numbers:
         return
     device = params[0].device
-    weights = [params[index].detach() for index in numbers]
-    found = [_norms(weights, device)]
+    own = [_norms([params[index].detach() for index in numbers], device)]
     if gradients:
-        found.append(_norms([params[index].grad for index in numbers], device))
-    own = torch.stack(found)
-    bounds = torch.stack([own, -own])  # the largest of -x is minus the smallest of x
+        own.append(_norms([params[index].grad for index in numbers], device))
+    norms = torch.stack(own)
+    bounds = torch.stack([norms, -norms])  # the largest of -x is minus the smallest of x
     words = "the comparison of the first step"
     ranks.together(words, all_reduce, ranks.communicator, bounds, dist.ReduceOp.MAX)
     largest, smallest = bounds[0], -bounds[1]
-    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=own.dtype, device=device)
+    tolerance = torch.tensor(_TOLERANCES[: len(own)], dtype=norms.dtype, device=device)
     differing = (largest - smallest > tolerance.unsqueeze(1) * largest.abs()).nonzero()
     if not differing.numel():
         return
@@ -233,15 +242,13 @@ def check_first_step(
 
 def _norms(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """Shape (tensors,), fp64: -1 for None, -2 where the norm is not finite."""
-    norms = [
-        torch.tensor(-1.0, device=device)
-        if tensor is None
-        else torch.linalg.vector_norm(
-            tensor,
-            dtype=torch.promote_types(
-                tensor.dtype, torch.complex64 if tensor.is_complex() else torch.float32
-            ),
-        ).to(device)
-        for tensor in tensors
-    ]
-    return torch.stack([norm.double() for norm in norms]).nan_to_num(-2, -2, -2)
+
+    def norm(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            return torch.tensor(-1.0, dtype=torch.float64, device=device)
+        wide = torch.complex64 if tensor.is_complex() else torch.float32
+        dtype = torch.promote_types(tensor.dtype, wide)
+        found: Tensor = torch.linalg.vector_norm(tensor, dtype=dtype)
+        return found.to(device).double()
+
+    return torch.stack([*map(norm, tensors)]).nan_to_num(-2, -2, -2)

@@ -14,17 +14,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, all_reduce
-from shard_optim.optimizer_class import all_params
 from shard_optim.origin import shard_ranks_of
+from shard_optim.parameter_groups import all_params
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
-    """Refuses what gradients cannot be clipped by, before any rank communicates.
-
-    Raises:
-        TypeError: for what is not a number.
-        ValueError: for a negative ``max_norm``, or a norm type that is not positive.
-    """
+    """Raises TypeError or ValueError for what gradients cannot be clipped by."""
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(value, (numbers.Real, Tensor)):
             raise TypeError(f"{name} must be a number, but got {value!r}. Pass 1.0 and 2.0.")

@@ -11,15 +11,11 @@ import zlib
 
 
 class History:
-    """Events since the last comparison, which must be the same on every rank.
-
-    Attributes:
-        in_backward: a backward pass has begun and not ended.
-    """
+    """Events since the last comparison, which must be the same on every rank."""
 
     def __init__(self) -> None:
         self._events: list[str] = []
-        self.in_backward = False
+        self.in_backward = False  # a backward pass has begun and not ended
 
     def note(self, event: str) -> None:
         """Adds an event, in words that follow "it has"."""

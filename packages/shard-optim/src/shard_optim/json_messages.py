@@ -1,8 +1,7 @@
-"""Small messages between ranks, as JSON in tensors of bytes.
+"""Values of optimizers as JSON without loss: numbers, strings, tensors, and containers of these.
 
-torch's object collectives unpickle what peers send, which can run code, and they need NumPy, which
-torch does not require. ``encode`` turns what optimizers keep (numbers, strings, tensors, containers
-of these) into JSON without loss, and ``decode`` turns it back.
+Ranks exchange it, and descriptions of checkpoints hold it: torch's object collectives and a pickle
+can run code, and the former need NumPy, which torch does not require.
 """
 
 from __future__ import annotations
@@ -14,48 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_lite.ranks import all_gather_json
-
 # Values of these types are named by their attribute of the module torch.
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
-
-
-def all_gather_values(value: Any, communicator: Any) -> list[Any]:
-    """Gathers one value from every rank of a group. Collective.
-
-    Args:
-        value: see ``encode``.
-        communicator: a process group, or a communicator of a ``Ranks``.
-
-    Returns:
-        Each rank's value in the group's rank order; tensors are on the CPU.
-
-    Raises:
-        TypeError: on every rank, if any rank's value cannot be encoded.
-        ValueError: on every rank, if the messages need more than 256 MiB in all.
-    """
-    everyone = all_gather_json(message(value), communicator)
-    return [content(each, rank, communicator.size()) for rank, each in enumerate(everyone)]
-
-
-def message(value: Any) -> list[Any]:
-    """A value as JSON, after the problem if it has none, which must reach ranks that wait."""
-    try:
-        return [None, encode(value)]
-    except TypeError as error:
-        return [str(error), None]
-
-
-def content(message: list[Any], rank: int, size: int) -> Any:
-    """The value in a rank's message.
-
-    Raises:
-        TypeError: if it holds a problem.
-    """
-    problem, encoded = message
-    if problem is not None:
-        raise TypeError(f"{problem} (on rank {rank} of {size})")
-    return decode(encoded)
 
 
 def encode(value: Any) -> Any:
@@ -76,10 +35,9 @@ def encode(value: Any) -> Any:
         return {"tensor": data, "dtype": encode(value.dtype), "shape": list(value.shape)}
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
-    if type(value) is list:
-        return [encode(item) for item in value]
-    if type(value) in (tuple, torch.Size):
-        return {type(value).__name__: [encode(item) for item in value]}
+    if type(value) in (list, tuple, torch.Size):
+        items = [encode(item) for item in value]
+        return items if type(value) is list else {type(value).__name__: items}
     if isinstance(value, Mapping):
         return {"dict": [[encode(k), encode(v)] for k, v in value.items()]}
     raise TypeError(
@@ -90,11 +48,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The value that ``encode`` was given; tensors are on the CPU.
-
-    Args:
-        value: what ``encode`` returned.
-    """
+    """The value that ``encode`` was given, tensors on the CPU; an error if it gave none."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):
@@ -109,9 +63,7 @@ def decode(value: Any) -> Any:
         return constant
     if "dict" in value:
         return {decode(k): decode(v) for k, v in value["dict"]}
-    if "tuple" in value:
-        return tuple(decode(value["tuple"]))
-    return torch.Size(value["Size"])
+    return tuple(decode(value["tuple"])) if "tuple" in value else torch.Size(value["Size"])
 
 
 def tensor_bytes(values: Tensor) -> bytearray:

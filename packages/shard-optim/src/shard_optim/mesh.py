@@ -18,15 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite.ranks import Ranks, broadcast, resolve_group
+from ddp_lite.ranks import Ranks, all_gather_json, broadcast, name_ranks, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.json_messages import (
-    all_gather_values,
-    content,
-    from_bytes,
-    message,
-    tensor_bytes,
-)
+from shard_optim.json_messages import decode, encode, from_bytes, tensor_bytes
 
 
 class Mesh:
@@ -43,8 +37,6 @@ class Mesh:
 
     Attributes:
         shards, replicas: with names for their failures.
-        everyone: as given.
-        name: random, the same on all of these ranks and of no other mesh.
     """
 
     def __init__(
@@ -61,6 +53,7 @@ class Mesh:
         if replicas is not None:
             self.replicas = Ranks(replicas, device, owner, error=CollectiveError)
         self.everyone = everyone
+        # Random, the same on all of these ranks and of no other mesh.
         self.name = str(self.gather("the naming of the ranks", secrets.token_hex(4))[0])
 
     @property
@@ -88,74 +81,75 @@ class Mesh:
         for ranks in self.levels:
             ranks.together(what, broadcast, ranks.control, as_sent(values))
 
-    def broadcast_value(self, what: str, value: Any) -> Any:
-        """The first rank's value, held once, unlike gathered ones; see ``json_messages.py``.
-
-        Raises:
-            TypeError: on every rank, if the value cannot be encoded.
-        """
-        text = bytearray(json.dumps(message(value if self.first else None)).encode())
+    def broadcast_json(self, what: str, value: Any) -> Any:
+        """The first rank's JSON value, held once, unlike gathered ones."""
+        text = bytearray(json.dumps(value if self.first else None).encode())
         size = torch.tensor([len(text)], device=self.shards.device)
         self.broadcast(what, size)
         data = from_bytes(text.ljust(int(size)), torch.uint8)[: int(size)].to(self.shards.device)
         self.broadcast(what, data)
-        return content(json.loads(tensor_bytes(data.cpu())), 0, len(self.everyone))
+        return json.loads(tensor_bytes(data.cpu()))
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Every rank's value, in the order of ``everyone``; see ``json_messages.py``."""
+        """Every rank's JSON value, in the order of ``everyone``; tuples have become lists."""
         everyone: list[Any] = [value]
         for ranks in reversed(self.levels):
-            gathered = ranks.together(what, all_gather_values, everyone, ranks.control)
+            gathered = ranks.together(what, all_gather_json, everyone, ranks.control)
             everyone = [each for several in gathered for each in several]
         return everyone
 
     def agree(self, facts: Sequence[str], *, must: str, remedy: str) -> None:
-        """Compares facts over all ranks, the most general first.
-
-        Raises:
-            ModelMismatchError: on every rank if two differ, naming the differences.
-        """
+        """Raises ModelMismatchError on every rank unless facts, general ones first, are equal."""
         pairs = [(name, text) for name, _, text in (fact.partition(" ") for fact in facts)]
         words = "the comparison of what the ranks make"
         gather = partial(self.gather, words)
         self.shards.agree(pairs, must=must, remedy=remedy, gather=gather)
 
 
-def on_every_rank(
-    what: str, call: Callable[[], Any], gather: Callable[[str, Any], list[Any]]
-) -> list[Any]:
-    """Runs ``call`` on every rank and returns all results, or raises on every rank.
+def attempt(call: Callable[[], Any]) -> list[Any]:
+    """What ``call`` raises or returns, as JSON for other ranks: see ``outcomes``."""
+    try:
+        return ["", "", encode(call())]
+    except Exception as error:  # noqa: BLE001 - raised by ``outcomes``, on every rank
+        cause: BaseException | None = error
+        # On a full disk torch.save() raises for a position in the file after the system's error.
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        return [type(cause or error).__name__, str(cause or error), None]
 
-    Args:
-        what: the call, in words.
-        call: returns what ``encode`` accepts.
-        gather: given words for errors and a value, returns every rank's.
+
+def outcomes(what: str, attempts: Sequence[Sequence[Any]]) -> list[Any]:
+    """What each rank's attempt returned. Every rank has the same attempts, so all raise or none.
 
     Raises:
         CollectiveError: if a rank raised; an error of arguments or files that all ranks that raised
             have in common is raised as it is.
     """
-    kind, problem, value = "", None, None
-    try:
-        value = call()
-    except Exception as error:  # noqa: BLE001 - raised below, on every rank
-        cause: BaseException | None = error
-        # On a full disk torch.save() raises for a position in the file after the system's error.
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        kind, problem = type(cause or error).__name__, str(cause or error)
-    everyone = gather(what, (kind, problem, value))
-    failed = {rank: (k, p) for rank, (k, p, _) in enumerate(everyone) if p is not None}
+    failed = {rank: (kind, text) for rank, (kind, text, _) in enumerate(attempts) if kind}
+    for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):
+        if failed and all(kind == known.__name__ for kind, _ in failed.values()):
+            text = next(text for _, text in failed.values())
+            alone = len(failed) < len(attempts)
+            raise known(f"{text} (on {name_ranks([*failed])})" if alone else text)
     if failed:
-        for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):
-            if all(kind == known.__name__ for kind, _ in failed.values()):
-                raise known(next(problem for _, problem in failed.values()))
         shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in failed.items())
         raise CollectiveError(
             f"every rank must succeed in {what}, but some failed: {shown}. Earlier checkpoints are "
             "untouched. Fix the cause and try again"
         )
-    return [value for _, _, value in everyone]
+    return [decode(value) for *_, value in attempts]
+
+
+def on_every_rank(
+    what: str, call: Callable[[], Any], gather: Callable[[str, Any], list[Any]]
+) -> list[Any]:
+    """Runs ``call`` on every rank; returns all results, or raises on all as ``outcomes`` does.
+
+    Args:
+        call: returns what ``encode`` accepts.
+        gather: given words for errors and a JSON value, returns every rank's.
+    """
+    return outcomes(what, gather(what, attempt(call)))
 
 
 def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mesh:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import MIB
-from shard_optim.optimizer_class import all_params, settings_of
+from ddp_lite.ranks import MEBIBYTE
+from shard_optim.parameter_groups import all_params
+from shard_optim.shard_update import settings_of
 
 
 def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> type[Optimizer]:
@@ -37,16 +38,12 @@ def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> t
         chunk_size_mb: parameters that are updated at once, in MB (1024² bytes); a larger parameter
             is a chunk of its own.
     """
-    settings = {"_chunk_bytes": chunk_size_mb * MIB}
+    settings = {"_chunk_bytes": chunk_size_mb * MEBIBYTE}
     return type(optimizer_cls.__name__, (_Offloaded, optimizer_cls), settings)
 
 
 class _Offloaded(Optimizer):
-    """Comes before an optimizer class, whose ``step`` it calls for a chunk of the parameters.
-
-    Raises:
-        ValueError: if parameters are on several devices.
-    """
+    """Comes before an optimizer class, whose ``step`` it calls for a chunk of the parameters."""
 
     _chunk_bytes: float
     _copies: _Copies | None = None
@@ -164,11 +161,7 @@ class _Offloaded(Optimizer):
 
 
 def check_offload(kwargs: Mapping[str, Any]) -> None:
-    """Refuses what offloading cannot be combined with, beside what ``check_class`` refuses.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Raises ValueError for what offloading cannot be combined with."""
     if kwargs.get("capturable"):
         raise ValueError(
             "capturable must be False where optimizer state is offloaded, but got True: a captured "
@@ -182,9 +175,6 @@ class _Copies:
     State on the device is allocated and freed in the order of the current stream, which waits for
     its copy first. During a step that happens one chunk later, so that the wait costs nothing. The
     memory thus does not depend on how far the host runs ahead.
-
-    Args:
-        device: of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -214,11 +204,7 @@ class _Copies:
         return arriving
 
     def store(self, leaving: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Starts copying state to host memory.
-
-        Args:
-            leaving: each tensor on the device, and the one in host memory that takes its values.
-        """
+        """Starts copying state, each tensor into the one in host memory beside it."""
         self._copy(self._to_host, ((host, tensor) for tensor, host in leaving))
         if self._to_host is not None:
             stored = self._to_host.record_event()

@@ -17,38 +17,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import resolve_group
-from shard_optim.bucket_layout import (
-    Bucket,
-    Placement,
-    check_gradient,
-    check_layout,
-)
+from shard_optim.bucket_plan import Partition
 from shard_optim.bucket_reduction import GradientReducer
+from shard_optim.buckets import Bucket, ForwardWaits, Placement
 from shard_optim.communication import (
     Communication,
     PeerCopy,
     check_first_step,
+    check_gradient,
     resolve_communication,
 )
-from shard_optim.forward_waits import ForwardWaits
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
-from shard_optim.mesh import Mesh
+from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
-from shard_optim.optimizer_class import (
-    Groups,
-    Partition,
-    all_params,
-    as_groups,
-    by_number,
-    default_settings,
-    describe_groups,
-    name_of,
-    settings_of,
-)
-from shard_optim.optimizer_state import check_own_moments, check_state_dict
-from shard_optim.optimizer_trial import check_class, check_update
+from shard_optim.optimizer_class import check_class, check_update, default_settings
+from shard_optim.optimizer_state import check_own_moments, check_state_dict, install
 from shard_optim.origin import (
     ORIGIN,
     check_loaded,
@@ -58,7 +43,15 @@ from shard_optim.origin import (
     sharded_in,
     sharded_of,
 )
-from shard_optim.shard_update import MASTER, LocalOptimizer
+from shard_optim.parameter_groups import (
+    all_params,
+    as_groups,
+    by_number,
+    describe_groups,
+    name_of,
+)
+from shard_optim.place import check_layout
+from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
 Overlap = Literal["next-forward"]
 
@@ -82,7 +75,7 @@ class ShardedOptimizer(Optimizer):
     at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
     for inspection, and tensors in it may be changed in place.
 
-    Parameters become views of flat buffers (``bucket_layout.py``), so construct this after moving
+    Parameters become views of flat buffers (``buckets.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
@@ -178,17 +171,12 @@ class ShardedOptimizer(Optimizer):
             where=f'partition="{partition}"',
             remedy='Pass partition="whole".' if partition == "flat" else None,
         )
-        super().__init__(groups, default_settings(optimizer_cls, groups, kwargs))
+        super().__init__(groups, default_settings(optimizer_cls, settings_of(groups[0]), kwargs))
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:
-            self.mesh = Mesh(
-                group,
-                None,
-                dist.get_process_group_ranks(group),
-                device=self.all_params()[0].device,
-                owner="ShardedOptimizer",
-            )
+            device = self.all_params()[0].device
+            self.mesh = resolve_mesh(group, device=device, owner="ShardedOptimizer")
         else:
             given = {
                 "process_group": process_group,
@@ -543,7 +531,7 @@ class ShardedOptimizer(Optimizer):
             problem = str(error)
         self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        self.install(by_number(given), given["param_groups"])
+        install(self.local, self.param_groups, by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -555,9 +543,3 @@ class ShardedOptimizer(Optimizer):
         groups = [len(group["params"]) for group in self.param_groups]
         settings = {"partition": self.partition, "optimizer": self.optimizer_cls.__qualname__}
         return origin | settings | {"groups": groups}
-
-    def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
-        """Replaces this rank's state, by parameter number, and the hyperparameters."""
-        self.local.install(states, settings)
-        for group, new in zip(self.param_groups, settings, strict=True):
-            group.update(settings_of(new))

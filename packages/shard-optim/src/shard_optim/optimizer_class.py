@@ -1,39 +1,174 @@
-"""The wrapped optimizer: names of its class's state, and its parameter groups as plain data."""
+"""The wrapped optimizer class: whether it may update shards, its defaults, and names of its state.
+
+A class that takes norms, statistics of rows and columns, or sums over all parameters would find
+others in a shard than in the whole tensor, on each rank another, without any error. Torch's own
+classes are known by name. Any other is tried, at construction or before the first step: a matrix
+and a vector are updated together, each alone, and in parts, on the CPU in fp32. The same elements
+must come out. Every stage asks here, and says in its own words what to do instead.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.optimizer_trial import without_flags
+# Updates that depend on a parameter's shape: factored moments, orthogonalised matrices.
+SHAPE_DEPENDENT: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 
-Partition = Literal["flat", "whole"]
-"""Whether each rank owns an equal range of every bucket's elements, or whole parameters."""
+# LBFGS takes inner products over all parameters; SparseAdam needs sparse gradients.
+UNSUPPORTED: tuple[type[Optimizer], ...] = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
-Groups = Sequence[dict[str, Any]]
+Looks = Literal["beyond one element", "beyond one parameter"]
+
+
+def check_class(optimizer_cls: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises TypeError for no optimizer class, ValueError for one known not to work on parts."""
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        raise TypeError(
+            "optimizer_cls must be a subclass of torch.optim.Optimizer, but got "
+            f"{optimizer_cls!r}. Pass the class and its arguments apart."
+        )
+    if issubclass(optimizer_cls, UNSUPPORTED):
+        raise ValueError(
+            "optimizer_cls must update each parameter from that parameter's dense gradient alone, "
+            f"but got {optimizer_cls.__name__}, which does not. Use it as it is."
+        )
+    if kwargs.get("differentiable"):
+        raise ValueError(
+            "differentiable must be False, because gradients do not flow through an update that "
+            "other ranks compute, but got True. Leave it out."
+        )
+
+
+def check_update(
+    optimizer_cls: type[Optimizer],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+    *,
+    where: str,
+    remedy: str | None,
+) -> None:
+    """Refuses a class whose update of an element depends on elements that a rank does not hold.
+
+    A class that cannot be tried, because it needs a closure or certain shapes, is let through;
+    ``check_elementwise_state`` and ``GradientShard`` may still find it.
+
+    Args:
+        where: the place that needs such a class, for errors.
+        remedy: for one that looks at whole parameters; None if it is given whole ones.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    name = optimizer_cls.__name__
+    if issubclass(optimizer_cls, SHAPE_DEPENDENT):
+        looks, how = "beyond one element", "looks at the shape of each parameter"
+    else:
+        looks, how = _try(optimizer_cls, settings, without_flags(kwargs)) or ("", "")
+    if looks == "beyond one parameter":
+        raise ValueError(
+            f"{where} needs an optimizer that updates each parameter from that parameter alone, "
+            f"but {name} {how}. Use it on unsharded parameters."
+        )
+    if looks and remedy is not None:
+        raise ValueError(
+            f"{where} needs an optimizer that treats every element alike, but {name} {how}. "
+            f"{remedy}"
+        )
+
+
+def _try(
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], kwargs: Mapping[str, Any]
+) -> tuple[Looks, str] | None:
+    """How far the class looks, and how that shows; None if it does not, or cannot be tried."""
+    if optimizer_cls.__module__.startswith("torch.optim."):
+        return None
+    # On the CPU, where the trial costs nothing, whatever the program's default device is.
+    matrix = torch.linspace(-1, 2, 12, device="cpu").view(3, 4)
+    vector = torch.linspace(0.5, -2, 8, device="cpu")
+
+    def update(*tensors: Tensor) -> Tensor:
+        return _updated(optimizer_cls, tensors, without_flags(settings), kwargs)
+
+    try:
+        together = update(matrix, vector)
+        alone = torch.cat([update(matrix), update(vector)])
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
+        return None
+    if not _alike(together, alone):
+        return "beyond one parameter", "updates a parameter otherwise when it is given others too"
+    flat = matrix.view(-1)
+    try:
+        parts = update(flat[:5], flat[5:], vector[:3], vector[3:])
+    except Exception as error:  # noqa: BLE001 - as above, but whole parameters went well
+        return "beyond one element", f"cannot update a part of a matrix ({error})"
+    if not _alike(together, parts):
+        return "beyond one element", "updates a tensor otherwise when it gets it in two parts"
+    return None
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _updated(
+    optimizer_cls: type[Optimizer],
+    tensors: Sequence[Tensor],
+    settings: Mapping[str, Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """All elements after two steps, whose gradients depend on nothing but each element's value."""
+    params = [torch.nn.Parameter(tensor.clone()) for tensor in tensors]
+    begin = [tensor.clone() for tensor in tensors]
+    optimizer = optimizer_cls([dict(settings) | {"params": params}], **kwargs)
+    for group in optimizer.param_groups:
+        if isinstance(group.get("lr"), float):
+            group["lr"] = 0.1  # a schedule may begin at zero, where nothing shows
+    gradients: list[Callable[[Tensor], Tensor]] = [lambda x: x.exp(), lambda x: 1 - x.square()]
+    for gradient in gradients:
+        for param, value in zip(params, begin, strict=True):
+            param.grad = gradient(value)
+        optimizer.step()
+    return torch.cat([param.detach().reshape(-1) for param in params])
+
+
+def check_elementwise_state(optimizer: Optimizer, updated: Tensor) -> None:
+    """Raises ValueError for state that is neither one number nor one per element."""
+    for key, value in optimizer.state.get(updated, {}).items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != updated.shape:
+            raise ValueError(
+                'under partition="flat" a state tensor must hold one number or one per element '
+                f"({tuple(updated.shape)}), but {type(optimizer).__name__} keeps {key!r} of "
+                f'shape {tuple(value.shape)}. Pass partition="whole".'
+            )
+
+
+def without_flags(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments or hyperparameters without those that choose an implementation."""
+    return {k: v for k, v in settings.items() if k not in ("foreach", "fused", "capturable")}
+
+
+def arguments_of(optimizer: Optimizer, optimizer_cls: type[Optimizer]) -> dict[str, Any]:
+    """The arguments that the class would need to be made once more, as far as defaults tell."""
+    accepted = inspect.signature(optimizer_cls).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in accepted}
 
 
 def state_keys(
-    optimizer_cls: type[Optimizer], group: Mapping[str, Any], kwargs: Mapping[str, Any]
+    optimizer_cls: type[Optimizer], settings: Mapping[str, Any], kwargs: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """Names of the state that a class of torch's keeps for a parameter; None for other classes.
-
-    Args:
-        optimizer_cls: the class.
-        group: hyperparameters.
-        kwargs: for the class.
-    """
+    """Names of the state that a class of torch's keeps for a parameter; None for other classes."""
     if not optimizer_cls.__module__.startswith("torch.optim."):
         return None
     # Flags that choose an implementation may need a GPU, and change no name.
-    settings = without_flags(settings_of(group))
     param = torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-    optimizer = optimizer_cls([settings | {"params": [param]}], **without_flags(kwargs))
+    group = without_flags(settings) | {"params": [param]}
+    optimizer = optimizer_cls([group], **without_flags(kwargs))
     param.grad = torch.ones_like(param)
     optimizer.step()
     return frozenset(optimizer.state[param])
@@ -48,97 +183,9 @@ def foreign_hyperparameters(known: Iterable[str]) -> set[str]:
     return names - set(known)
 
 
-# --- parameter groups as plain data ---------------------------------------------------------
-
-
-def all_params(groups: Groups) -> list[Tensor]:
-    """Every parameter over all groups, in order: position is its number."""
-    return [param for group in groups for param in group["params"]]
-
-
-def name_of(groups: Groups, index: int) -> str:
-    """The parameter's name if groups carry names, else its number, group and shape."""
-    position = index
-    for number, group in enumerate(groups):
-        if 0 <= position < len(group["params"]):
-            if "param_names" in group:
-                return str(group["param_names"][position])
-            shape = tuple(group["params"][position].shape)
-            return f"parameter {position} of group {number} with shape {shape}"
-        position -= len(group["params"])
-    raise IndexError(
-        f"index must be a parameter's number, but got {index}. Numbers begin at 0 and go on over "
-        "all groups."
-    )
-
-
-def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Normalises the constructor's argument to a list of groups, without copying parameters."""
-    if isinstance(params, (Tensor, torch.nn.Module)) or not isinstance(params, Iterable):
-        got, remedy = f"one {type(params).__name__}", "model.parameters()"
-        if isinstance(params, Tensor):
-            got, remedy = "one tensor", "[tensor]"
-        raise TypeError(
-            f"params must be an iterable of parameters or groups, but got {got}. Pass {remedy}."
-        )
-    items = list(params)
-    if not items:
-        raise ValueError(
-            "params must hold at least one parameter, but got an empty list. "
-            "Pass model.parameters()."
-        )
-    if not isinstance(items[0], dict):
-        return [{"params": items}]
-    return [dict(group) for group in items]
-
-
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
 def default_settings(
-    optimizer_cls: type[Optimizer], groups: Groups, kwargs: dict[str, Any]
+    optimizer_cls: type[Optimizer], settings: dict[str, Any], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The class's hyperparameters with their defaults, from an instance over one element."""
     placeholder = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
-    return optimizer_cls([settings_of(groups[0]) | {"params": [placeholder]}], **kwargs).defaults
-
-
-def pack_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Groups as a plain state dict has them: parameters replaced by their numbers."""
-    packed, number = [], 0
-    for group in groups:
-        size = len(group["params"])
-        names = {"param_names": group["param_names"]} if "param_names" in group else {}
-        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
-        number += size
-    return packed
-
-
-def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-    """State by the parameter's position over all groups, whatever keys it was saved under."""
-    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    states = state_dict["state"]
-    return {number: states[key] for number, key in enumerate(keys) if key in states}
-
-
-def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
-    """One line per hyperparameter and per parameter.
-
-    Args:
-        groups: parameter groups.
-        first: number of the first of them.
-    """
-    lines = []
-    for number, group in enumerate(groups, start=first):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        names = settings.pop("param_names", [""] * len(group["params"]))
-        lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
-        lines += [
-            f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
-            f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}, strides "
-            f"{param.stride() if param.layout == torch.strided else 'none'}"
-            for position, (param, name) in enumerate(zip(group["params"], names, strict=True))
-        ]
-    return lines
+    return optimizer_cls([settings | {"params": [placeholder]}], **kwargs).defaults

@@ -11,51 +11,38 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Place, Row
+from shard_optim.checkpoint_files import StoredTensor
 from shard_optim.fully_sharded.own_shards import StatesOfShards
-from shard_optim.optimizer_class import (
-    Groups,
-    all_params,
-    by_number,
-    foreign_hyperparameters,
-    name_of,
-    pack_groups,
-    state_keys,
-)
-from shard_optim.shard_update import MASTER, LocalOptimizer
+from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
+from shard_optim.parameter_groups import Groups, all_params, by_number, name_of
+from shard_optim.place import Place, Row
+from shard_optim.shard_update import MASTER, LocalOptimizer, pack_groups, settings_of
 
 # Parameter number; for a moment its kind and name.
 _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DOTALL)
 
 
 class OptimizerState:
-    """The table's rows of an optimizer.
+    """The table's rows of a ``ShardedOptimizer``, or of any optimizer over shards."""
 
-    Args:
-        optimizer: a ``ShardedOptimizer``, or one of another class over shards.
-        shards: what keeps this rank's state.
-        install: replaces this rank's state, by parameter number, and the hyperparameters.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        shards: LocalOptimizer | StatesOfShards,
-        install: Callable[[Mapping[int, dict[str, Any]], Groups], None],
-    ) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
         self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
         self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
         self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
-        self._shards, self._install = shards, install
-        self._places = shards.places()  # of parameters, by number; frozen ones may have none
+        shards = getattr(optimizer, "local", None)
+        if not isinstance(shards, LocalOptimizer | StatesOfShards):
+            shards = StatesOfShards(self._groups, optimizer)
+        self._shards = shards
+        self._places = self._shards.places()  # by parameter's number; frozen ones may have none
+        self._taken: dict[str, Tensor] = {}
 
     def header(self) -> dict[str, Any]:
         """The same for every number of ranks, and for shards as for whole parameters."""
@@ -72,24 +59,16 @@ class OptimizerState:
     # --- from state to keys ------------------------------------------------------------------
 
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
-        """This rank's moments; the header and its small values by ``state.I.values``.
-
-        Raises:
-            ValueError: if a shard has state that is neither one value nor one per element.
-        """
+        """This rank's moments; the header and its small values by ``state.I.values``."""
         tensors, values = self._split(self._shards.states(), whole=False)
         rows = {
-            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
+            key: Row(place=self._place_of(key, tensor.size()), tensor=tensor)
             for key, tensor in tensors.items()
         }
         return rows, values | {"header": self.header()}
 
     def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The moments in a whole state dict, its header and small values, by a folder's keys.
-
-        Raises:
-            ValueError: if it is no state dict of an optimizer.
-        """
+        """Moments, header and small values of a state dict, by key; ValueError if it is none."""
         groups, states = check_state_dict(given)
         tensors, values = self._split(by_number(given), whole=True)
         values["header"] = self.header() | {"param_groups": [dict(group) for group in groups]}
@@ -124,23 +103,23 @@ class OptimizerState:
                     )
         return tensors, values
 
-    def place_of(self, key: str, size: Sequence[int]) -> Place:
-        """Where a moment lies, by its key and, if it has not one value per element, its size."""
-        index, kind, _ = _parsed(key)
-        place = self._places[index]
+    def places_in(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+        """Where each moment of a description lies."""
+        keys = (key for key in tensors if key.startswith("state."))
+        return {key: self._place_of(key, tensors[key].shape) for key in keys}
+
+    def _place_of(self, key: str, size: Sequence[int]) -> Place:
+        """By a moment's key and, if it has not one value per element, its size."""
+        _, index, kind, _ = key.split(".", 3)
+        place = self._places[int(index)]
         return place if kind == "elements" else place.beside(torch.Size(size))
 
     # --- comparison --------------------------------------------------------------------------
 
     def problems(
-        self, sizes: Mapping[str, Sequence[int]], values: Mapping[str, Any]
+        self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
     ) -> Iterator[str]:
-        """Reasons why state does not fit this optimizer, the most general first.
-
-        Args:
-            sizes: of each moment, by key.
-            values: the header, and small values.
-        """
+        """Reasons why state does not fit this optimizer, the most general first."""
         header, ours = values["header"], self.header()
         if header["optimizer"] != ours["optimizer"]:
             yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
@@ -148,35 +127,35 @@ class OptimizerState:
         for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
             if tuple(saved) != shape:
                 yield f"{self._name_of(index)} has shape {tuple(saved)} in it, here {shape}"
+        moments = {key: tensor for key, tensor in tensors.items() if key.startswith("state.")}
         kept: defaultdict[int, set[str]] = defaultdict(set)
-        for key in (*sizes, *values):
-            match, moment = _KEY.fullmatch(key), key in sizes
-            if key == "header":
-                continue
+        for key in (*moments, *(key for key in values if key != "header")):
+            match, moment = _KEY.fullmatch(key), key in moments
             if not match or int(match[1]) >= len(ours["shapes"]) or (match[2] is None) == moment:
                 whose = f"parameter {match[1]}" if match else key
                 yield (
                     f"it has state of {whose} where there are {len(ours['shapes'])}: it is in none "
                     "of its groups"
                 )
-            else:
-                kept[int(match[1])] |= {match[3]} if moment else set(values[key])
-        for index in sorted(kept):
+                return
+            index, name = int(match[1]), match[3]
+            kept[index] |= {name} if moment else set(values[key])
             if kept[index] and index not in self._places:
                 yield f"it has state for {self._name_of(index)}, which is frozen"
-        for key, size in sizes.items():
-            index, kind, name = _parsed(key)
-            place, expected = self._places[index], self._places[index].size
-            # Folders without contents.json give moments as vectors.
-            of_elements = kind == "tensor" or math.prod(size) == expected.numel()
-            if not of_elements or (kind == "tensor" and place.held and not place.whole_here):
-                yield (
-                    f"{name!r} of {self._name_of(index)} has shape {tuple(size)}, expected "
-                    f"{tuple(expected)}"
-                )
+            if moment:
+                place, size = self._places[index], tuple(moments[key].shape)
+                # Folders without contents.json give moments as vectors.
+                fits = math.prod(size) == place.size.numel()
+                if match[2] == "tensor":
+                    fits = place.whole_here or not place.held
+                if not fits:
+                    yield (
+                        f"{name!r} of {self._name_of(index)} has shape {size}, expected "
+                        f"{tuple(place.size)}"
+                    )
         numbers = itertools.count()
         for number, group in enumerate(header["param_groups"]):
-            names = state_keys(self._cls, group, self._kwargs)
+            names = state_keys(self._cls, settings_of(group), self._kwargs)
             for _, index in zip(group["params"], numbers, strict=False):
                 found = kept[index] - {MASTER}
                 if names is not None and found and found != names:
@@ -196,7 +175,7 @@ class OptimizerState:
                 yield f"group {number} has {theirs} parameters, the optimizer's {ours}"
             if missing := sorted(set(self._defaults) - set(saved)):
                 yield f"group {number} lacks {missing}: it is of another optimizer class"
-            if flag in saved and flag in self._defaults and saved[flag] != group[flag]:
+            if flag in self._defaults and saved[flag] != group[flag]:
                 yield f"group {number} has {flag}={saved[flag]}, the optimizer {group[flag]}"
             if others := sorted(foreign & set(saved) - set(group)):
                 yield f"group {number} has {others}: it is of another optimizer class"
@@ -207,35 +186,40 @@ class OptimizerState:
 
     # --- from keys to state ------------------------------------------------------------------
 
-    def by_parameter(
-        self, moments: Mapping[str, Tensor], values: Mapping[str, Any]
-    ) -> dict[int, dict[str, Any]]:
-        """State by parameter number and key, from moments and small values by their keys."""
+    def whole(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of the optimizer's class, from tensors and small values by their keys."""
         states: defaultdict[int, dict[str, Any]] = defaultdict(dict)
-        for key, small in values.items():
-            if key != "header" and small:
-                states[_parsed(key)[0]] |= small
-        for key, value in moments.items():
-            index, _, name = _parsed(key)
-            states[index][name] = value
-        return dict(sorted(states.items()))
+        for key, value in (*values.items(), *tensors.items()):
+            if match := _KEY.fullmatch(key):
+                states[int(match[1])] |= {match[3]: value} if match[3] else value
+        found = {index: state for index, state in sorted(states.items()) if state}
+        return {"state": found, "param_groups": values["header"]["param_groups"]}
 
-    def install(self, moments: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state and the hyperparameters: the end of every load.
+    def take(self, key: str, value: Tensor) -> None:
+        """Keeps a moment for ``install``; a part of a whole tensor is copied out of it."""
+        part = value.untyped_storage().nbytes() > value.nbytes
+        self._taken[key] = value.to("cpu", copy=part)
 
-        Args:
-            moments: the tensors that this rank keeps, by key.
-            values: the header, and small values of all parameters, by ``state.I.values``.
-        """
-        self._install(self.by_parameter(moments, values), values["header"]["param_groups"])
+    def install(self, values: Mapping[str, Any]) -> None:
+        """Replaces this rank's state by what was taken, and the hyperparameters."""
+        whole = self.whole(self._taken, values)
+        install(self._shards, self._groups, whole["state"], whole["param_groups"])
+
+
+def install(
+    shards: LocalOptimizer | StatesOfShards,
+    groups: Groups,
+    states: Mapping[int, Mapping[str, Any]],
+    settings: Groups,
+) -> None:
+    """Replaces a rank's state, by parameter number, and the hyperparameters of the groups."""
+    shards.install(states, settings)
+    for group, new in zip(groups, settings, strict=True):
+        group.update(settings_of(new))
 
 
 def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
-    """The groups and the state in what ``torch.optim.Optimizer.state_dict()`` gives.
-
-    Raises:
-        ValueError: if it is something else.
-    """
+    """The groups and the state of ``torch.optim.Optimizer.state_dict()``, or a ValueError."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         raise ValueError(
             f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
@@ -253,11 +237,7 @@ def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]
 def check_own_moments(
     states: Mapping[int, Mapping[str, Any]], places: Mapping[int, Place], groups: Groups
 ) -> None:
-    """Compares the shapes of moments, by parameter number, with this rank's parts.
-
-    Raises:
-        ValueError: one has another shape.
-    """
+    """Raises ValueError unless moments, by parameter, have the shapes of this rank's parts."""
     for index, state in states.items():
         place = places.get(index)
         for key, value in state.items():
@@ -268,13 +248,6 @@ def check_own_moments(
                     f"{key!r} of {name_of(groups, index)} has shape {tuple(value.shape)}, where "
                     f"this rank's part is {expected}"
                 )
-
-
-def _parsed(key: str) -> tuple[int, str, str]:
-    """Parameter number, kind and name of a key of state."""
-    match = _KEY.fullmatch(key)
-    assert match is not None
-    return int(match[1]), match[2], match[3]
 
 
 def _are_groups(groups: Any) -> bool:

@@ -25,11 +25,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_lite.ranks import Ranks
-from shard_optim.bucket_layout import SHARDED, Place
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
-from shard_optim.optimizer_class import Groups, all_params
-from shard_optim.optimizer_trial import arguments_of, check_class, check_update
+from shard_optim.optimizer_class import arguments_of, check_class, check_update
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import SHARDED, Place
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -49,17 +49,11 @@ _log = logging.getLogger("shard_optim")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sharded:
-    """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom.
+    """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom."""
 
-    Attributes:
-        place: which rank holds which elements.
-        ranks: that train the model.
-        history: of what this rank does to it.
-    """
-
-    place: Place
-    ranks: Mesh
-    history: History
+    place: Place  # which rank holds which elements
+    ranks: Mesh  # that train the model
+    history: History  # of what this rank does to it
 
 
 def sharded_of(param: Tensor) -> Sharded | None:
@@ -141,7 +135,7 @@ def check_loaded(
     found = None
     for given, own in parts:
         found = found or difference(given, own)
-        version = given.get("version") if isinstance(given, Mapping) else None
+        version = str(given["version"]) if not found and "version" in given else None
     everyone = ranks.gather("the comparison of what the ranks load", (found or problem, version))
     known = [(rank, version) for rank, (_, version) in enumerate(everyone) if version is not None]
     for rank, (problem, version) in enumerate(everyone):
@@ -187,17 +181,12 @@ def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 class Watched:
-    """An optimizer of any class that was made from the parameters of a sharded model.
-
-    Attributes:
-        steps: that it has begun.
-        sharded: of its first parameter that belongs to a sharded model.
-        tells_origin: it is a ``ShardedOptimizer``, which does so and has tried its class already.
-    """
+    """An optimizer of any class that was made from the parameters of a sharded model."""
 
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
-        self.steps = 0
-        self.sharded = sharded
+        self.steps = 0  # that it has begun
+        self.sharded = sharded  # of its first parameter that belongs to a sharded model
+        # It is a ``ShardedOptimizer``, which does so and has tried its class already.
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
         if not self.tells_origin:
             optimizer.register_state_dict_post_hook(self._add_origin)
@@ -219,11 +208,7 @@ class Watched:
         return {**state_dict, "param_groups": given}
 
     def check(self, optimizer: Optimizer, origins: list[Any]) -> None:
-        """Compares the origins of loaded groups with this rank's. Collective, unless checked.
-
-        Raises:
-            ValueError: on every rank, if one of them may not load them.
-        """
+        """Compares the origins of loaded groups with this rank's, as ``check_loaded`` does."""
         if all(origin == CHECKED for origin in origins):
             return
         own = map(self.origin, optimizer.param_groups)
@@ -231,11 +216,7 @@ class Watched:
 
 
 def _check_update(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that looks beyond single elements, over shards.
-
-    Raises:
-        ValueError: naming the remedy.
-    """
+    """Raises ValueError for an optimizer over shards that looks beyond single elements."""
     if shard_ranks_of(optimizer) is None:
         return
     cls = type(optimizer)
@@ -250,11 +231,7 @@ def _check_update(optimizer: Optimizer) -> None:
 
 
 def _check_choice_by_ndim(optimizer: Optimizer) -> None:
-    """Finds groups that were chosen by ``p.ndim``, which is 1 for every shard.
-
-    Raises:
-        ValueError: if no parameter is left for a group with weight decay.
-    """
+    """Raises ValueError if a choice by ``p.ndim``, 1 for every shard, left a group empty."""
     remedy = (
         "Every shard has one dimension, so a choice by p.ndim finds no matrix: choose groups by "
         "name, or by the parameters of the module before it is wrapped."

@@ -8,13 +8,12 @@ norm over all parameters and ``torch.amp.GradScaler`` look at all of them.
 
 In stages 1 and 2 this rank's shard lies elsewhere and ``param.grad`` would be None, over which
 ``torch.nn.utils.clip_grad_norm_`` passes: it would return 0 and clip nothing. There one parameter
-of each bucket carries a ``StandIn``, which has no values and refuses to be computed with at all.
+of each bucket carries a ``ReducedGradient``, which refuses to be computed with at all.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -59,9 +58,6 @@ _ORDINARY = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
 }
-
-# A stand-in of more elements is one element in memory, seen at every place.
-_MOST_ELEMENTS = 2**16
 
 
 class GradientShard(Tensor):
@@ -127,42 +123,3 @@ class ReducedGradient(GradientShard):
             "torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
             "torch.amp.GradScaler, or read optimizer.local_gradients()."
         )
-
-
-class StandIn:
-    """The stand-in of one parameter's gradient.
-
-    Args:
-        param: the parameter.
-    """
-
-    def __init__(self, param: Tensor) -> None:
-        # A data-parallel wrapper that averages too writes into every gradient that it finds.
-        size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
-        zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self._param = param
-        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
-        # A parameter keeps its hooks alive where the garbage collector cannot follow.
-        param_if_alive = weakref.ref(param)
-
-        def before_gradient(_grad: Tensor) -> None:
-            param = param_if_alive()
-            if param is not None and type(param.grad) is ReducedGradient:
-                param.grad = None  # autograd would add to it
-
-        param.register_hook(before_gradient)
-
-    def show(self) -> None:
-        """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
-        self._param.grad = self._grad
-
-    def remove(self) -> None:
-        """Removes the stand-in; call it when there is no reduced gradient any more."""
-        if type(self._param.grad) is ReducedGradient:
-            self._param.grad = None
-
-
-def gradient_of(param: Tensor) -> Tensor | None:
-    """The parameter's own gradient, if it has one that has not been reduced."""
-    grad = param.grad
-    return None if type(grad) is ReducedGradient else grad

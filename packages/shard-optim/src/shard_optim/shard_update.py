@@ -22,16 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import (
-    Bucket,
-    Place,
-    Shard,
-    check_gradient,
-    in_dtype,
-    in_memory_order,
-)
-from shard_optim.optimizer_class import Groups, Partition, settings_of
-from shard_optim.optimizer_trial import check_elementwise_state
+from shard_optim.bucket_plan import Partition
+from shard_optim.buckets import Bucket, Shard
+from shard_optim.communication import check_gradient, in_dtype
+from shard_optim.optimizer_class import check_elementwise_state
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import Place, in_memory_order
 
 # Key of a master copy among a parameter's state.
 MASTER = "master_param"
@@ -43,19 +39,12 @@ MIN_STEP_GROUP_BYTES = 128 * 1024**2
 
 @dataclass(eq=False, kw_only=True)
 class FusedShard:
-    """Shards that the local optimizer updates as one tensor; usually many, at least one.
+    """Shards that the local optimizer updates as one tensor; usually many, at least one."""
 
-    Attributes:
-        shards: neighbours, in ascending order.
-        group: number of their parameter group.
-        base: their elements inside the bucket.
-        tensor: what the optimizer updates: ``base`` itself, or a master copy of it.
-    """
-
-    shards: Sequence[Shard]
-    group: int
-    base: Tensor
-    tensor: Tensor
+    shards: Sequence[Shard]  # neighbours, in ascending order
+    group: int  # number of their parameter group
+    base: Tensor  # their elements inside the bucket
+    tensor: Tensor  # what the optimizer updates: ``base`` itself, or a master copy of it
 
     @property
     def begin(self) -> int:
@@ -71,7 +60,7 @@ class FusedShard:
         """The parts of the master copy, by shard."""
         if len(self.shards) == 1:
             return [self.tensor]
-        return list(self.tensor.split([shard.span.length for shard in self.shards]))
+        return list(self.tensor.split([shard.view.numel() for shard in self.shards]))
 
     def give_gradient(self, grad: Tensor) -> None:
         """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
@@ -99,7 +88,7 @@ class FusedShard:
         """The part of its state that belongs to one of its shards; values per element are views."""
         if len(self.shards) == 1:
             return state
-        first, length = shard.begin - self.begin, shard.span.length
+        first, length = shard.begin - self.begin, shard.view.numel()
         return {
             key: value.narrow(0, first, length)
             if isinstance(value, Tensor) and value.shape == self.tensor.shape
@@ -141,9 +130,7 @@ def fuse_shards(
     """This rank's shards of a bucket, neighbours of one parameter group together.
 
     Args:
-        bucket: the bucket.
         group_of: each parameter's group, by parameter number.
-        merge: whether neighbours may be updated as one tensor.
         master_dtype: dtype of the copies that the optimizer updates, or None for none.
     """
     gathered: list[list[Shard]] = []
@@ -153,7 +140,7 @@ def fuse_shards(
             merge
             and last is not None
             and last.view.ndim == shard.view.ndim == 1
-            and last.begin + last.span.length == shard.begin
+            and last.begin + last.view.numel() == shard.begin
             and group_of[last.index] == group_of[shard.index]
         ):
             gathered[-1].append(shard)
@@ -161,7 +148,7 @@ def fuse_shards(
             gathered.append([shard])
     fused = []
     for shards in gathered:
-        first, length = shards[0], sum(shard.span.length for shard in shards)
+        first, length = shards[0], sum(shard.view.numel() for shard in shards)
         base = first.view
         if len(shards) > 1:
             base = bucket.owned.narrow(0, first.begin, length)
@@ -174,18 +161,13 @@ def fuse_shards(
 
 @dataclass(eq=False)
 class StepGroup:
-    """Neighbouring buckets and the optimizer that updates this rank's shards of them.
+    """Neighbouring buckets and the optimizer that updates this rank's shards of them."""
 
-    Attributes:
-        optimizer: holds one local group per group of whole parameters that existed when this was
-            made; newer groups have no parameters in it.
-        fused: what it updates, by bucket, in the order of the buckets.
-        checked: whether its state has been looked at after a step.
-    """
-
+    # Holds one local group per group of whole parameters that existed when this was made; newer
+    # groups have no parameters in it.
     optimizer: Optimizer
-    fused: dict[Bucket, list[FusedShard]]
-    checked: bool = False
+    fused: dict[Bucket, list[FusedShard]]  # what it updates, by bucket, in the order of the buckets
+    checked: bool = False  # whether its state has been looked at after a step
 
     def all_fused(self) -> list[FusedShard]:
         """The tensors that the optimizer updates, in the order of the buckets."""
@@ -212,11 +194,9 @@ class LocalOptimizer:
 
     Args:
         make: called with groups and ``kwargs``, makes an optimizer of some shards.
-        partition: "flat" or "whole".
         merge: whether neighbouring shards may be updated as one tensor, which needs their
             gradients in one piece too.
         master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
-        kwargs: for the class.
 
     Raises:
         ValueError: if ``master_dtype`` is no floating-point dtype.
@@ -246,12 +226,7 @@ class LocalOptimizer:
         self._kwargs = kwargs
 
     def add(self, groups: Groups, buckets: Sequence[Bucket]) -> None:
-        """Adds this rank's shards of new buckets.
-
-        Args:
-            groups: all groups of whole parameters.
-            buckets: new ones, whose parameters are in these groups.
-        """
+        """Adds this rank's shards of new buckets."""
         group_of: dict[int, int] = {}
         for number, group in enumerate(groups):
             for _ in group["params"]:
@@ -277,13 +252,6 @@ class LocalOptimizer:
 
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
-
-        Args:
-            groups: the groups of whole parameters.
-            kwargs: for the class's ``step``.
-
-        Raises:
-            ValueError: if the state shows that the class cannot work under "flat".
         """
         changed: list[dict[str, Any]] = [{} for _ in groups]
         for step_group in self.step_groups:
@@ -313,13 +281,13 @@ class LocalOptimizer:
         for fused in self._all_fused():
             (shard,) = fused.shards
             grad = shard.param.grad
-            check_gradient(grad, shard.name)
+            check_gradient(grad, shard.place.name)
             if grad is None:
                 fused.tensor.grad = None
                 continue
             grad = in_memory_order(grad, shard.param)
-            if shard.span.length != grad.numel():
-                grad = grad.narrow(0, shard.span.start, shard.span.length)
+            if shard.view.numel() != grad.numel():
+                grad = grad.narrow(0, *shard.place.span)
             fused.give_gradient(grad)
 
     def take_reduced(self, slices: Mapping[Bucket, Tensor], unused: frozenset[int]) -> None:
@@ -392,14 +360,7 @@ class LocalOptimizer:
             for bucket, several in step_group.fused.items():
                 for fused in list(several):
                     found |= self._found(step_group, bucket, fused, states)
-            packed: dict[str, Any] = {"state": {}, "param_groups": []}
-            number = 0
-            for local, new in zip(step_group.optimizer.param_groups, settings, strict=False):
-                members = range(number, number := number + len(local["params"]))
-                given = zip(members, map(found.get, local["params"]), strict=True)
-                packed["state"].update({member: state for member, state in given if state})
-                packed["param_groups"].append(settings_of(new) | {"params": list(members)})
-            step_group.optimizer.load_state_dict(packed)
+            load_into(step_group.optimizer, found, settings)
 
     @staticmethod
     def _found(
@@ -457,3 +418,34 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape == b.shape and torch.equal(a, b)
     return bool(a == b)
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters, without its parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def load_into(
+    optimizer: Optimizer,
+    states: Mapping[Tensor, Mapping[str, Any]],
+    settings: Groups,
+    **more: Any,
+) -> None:
+    """Replaces all state and hyperparameters, through the class's own loading."""
+    groups = [
+        settings_of(new) | more | {"params": local["params"]}
+        for local, new in zip(optimizer.param_groups, settings, strict=False)
+    ]
+    found = {n: states[t] for n, t in enumerate(all_params(groups)) if states.get(t)}
+    optimizer.load_state_dict({"state": found, "param_groups": pack_groups(groups)})
+
+
+def pack_groups(groups: Groups) -> list[dict[str, Any]]:
+    """Groups as a plain state dict has them: parameters replaced by their numbers."""
+    packed, number = [], 0
+    for group in groups:
+        size = len(group["params"])
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        packed.append(settings_of(group) | names | {"params": list(range(number, number + size))})
+        number += size
+    return packed

@@ -11,10 +11,9 @@ stage    model                                       optimizer
 =======  ==========================================  =============================================
 
 The table has a row for each tensor: its key, whole size, the range of its elements that this rank
-holds, and the tensor that holds them. Only this module knows how each kind of model and optimizer
-fills the table; everything that moves or stores state goes through rows. A whole state in memory is
-described as a folder is, so both are compared with the table by the same code before anything
-changes. The keys say whether a tensor is a parameter, a buffer or a moment (an optimizer's state):
+holds, and the tensor that holds them. A whole state in memory is described as a folder is, so both
+are compared with the table by the same code before anything changes. The keys say whether a tensor
+is a parameter, a buffer or a moment (an optimizer's state):
 
 - ``model.NAME`` and ``buffer.NAME``: parameters and persistent buffers;
 - ``state.I.elements.KEY``: one value per element of the optimizer's parameter number I;
@@ -29,7 +28,7 @@ for bit on M, and one of stage 3 loads into stage 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,22 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ddp_lite.ranks import all_reduce
-from shard_optim.bucket_layout import Place, Row, flat_slice, replicated_place
-from shard_optim.checkpoint_files import METADATA, agreed, read_description, write_folder
+from ddp_lite.ranks import all_gather_json, all_reduce
+from shard_optim.checkpoint_files import (
+    METADATA,
+    StoredTensor,
+    agreed,
+    read_description,
+    read_elements,
+    write_folder,
+)
 from shard_optim.fully_sharded.checks import check_background_group, check_folder
-from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.fully_sharded.wrapper import FullyShardedDataParallel
-from shard_optim.json_messages import all_gather_values
-from shard_optim.mesh import Mesh, on_every_rank
+from shard_optim.mesh import Mesh, attempt, on_every_rank, outcomes
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
-from shard_optim.stored_tensor import StoredTensor, read_elements
+from shard_optim.place import Place, Row, flat_slice, replicated_place
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
@@ -97,24 +100,22 @@ def save(
     check_folder(folder)
     table = _Table(model, optimizer)
     ranks = table.ranks
-    earlier = None
     if background_group is not None:
         check_background_group(background_group, ranks)
-        earlier = _saving.pop(background_group.group_name, None)
-    if earlier is not None:
-        earlier.exception()  # waits; what it raised is its future's to tell
+        if earlier := _saving.pop(background_group.group_name, None):
+            earlier.exception()  # waits; what it raised is its future's to tell
     if os.path.lexists(Path(folder) / METADATA):
         raise FileExistsError(
             f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
         )
+    rows, values = table.to_write()
     if background_group is None:
-        write_folder(folder, *table.to_write(), ranks.number, ranks.gather)
+        write_folder(folder, rows, values, ranks.number, ranks.gather)
         return None
 
     def gather(what: str, value: Any) -> list[Any]:
-        return ranks.shards.call(what, all_gather_values, value, background_group)
+        return ranks.shards.call(what, all_gather_json, value, background_group)
 
-    rows, values = table.to_write()
     copies = {key: row.copied() for key, row in rows.items()}
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
     saving = pool.submit(write_folder, folder, copies, values, ranks.number, gather)
@@ -133,15 +134,13 @@ def load(
 
     Args:
         folder: the same on every rank.
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Raises:
-        TypeError: if an argument is of another type, or nothing is sharded.
+        TypeError, CollectiveError: as ``save`` does.
         FileNotFoundError: if the folder holds no complete checkpoint, or lacks a rank's file.
         ValueError: on every rank, if a file is damaged, the checkpoint is of another model or
             optimizer, or ranks load different ones. Nothing has changed then.
-        CollectiveError: if a peer died or timed out, or could not read.
     """
     check_folder(folder)
     table = _Table(model, optimizer)
@@ -165,7 +164,7 @@ def load(
             f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
             f"than rank 0. Pass the same folder on every rank, here {folder}."
         )
-    table.take(vectors.items(), wanted, values)
+    table.take(((key, vectors.pop(key)) for key in [*vectors]), wanted, values)
 
 
 def full_state(
@@ -180,8 +179,7 @@ def full_state(
             torch.save(state, "checkpoint.pt")
 
     Args:
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Returns:
         On the first rank a dictionary: ``model``, a state dict for the plain module, tied
@@ -189,25 +187,13 @@ def full_state(
         module's parameters; each if it was asked for. None on the other ranks.
 
     Raises:
-        TypeError: if an argument is of another type, or nothing is sharded.
-        ValueError: if the optimizer holds other parameters than the model's, or keeps state that
-            cannot be divided.
-        CollectiveError: if a peer died or timed out.
+        TypeError, ValueError, CollectiveError: as ``save`` does.
     """
     table = _Table(model, optimizer)
     tensors, values = table.collect()
     if not table.ranks.first:
         return None
-    whole: dict[str, Any] = {}
-    if model is not None:
-        whole["model"] = {
-            name: value if key is None else tensors[key] for name, value, key in table.named()
-        }
-    if table.state is not None:
-        moments = {key: value for key, value in tensors.items() if key not in table.rows}
-        states = table.state.by_parameter(moments, values)
-        whole["optimizer"] = {"state": states, "param_groups": values["header"]["param_groups"]}
-    return whole
+    return {name: part.whole(tensors, values) for name, part in table.parts.items()}
 
 
 def load_full_state(
@@ -223,32 +209,25 @@ def load_full_state(
     Args:
         state: read on the first rank; the others may pass None. ``model`` and ``optimizer`` in it
             may as well be state dicts of a plain module and of a plain optimizer.
-        model: as for ``save``.
-        optimizer: as for ``save``.
+        model, optimizer: as for ``save``.
 
     Raises:
-        TypeError: if an argument is of another type, or nothing is sharded.
+        TypeError, CollectiveError: as ``save`` does.
         ValueError: on every rank, if it is of another model or optimizer class; nothing has
             changed then.
-        CollectiveError: if a peer died or timed out.
     """
     table = _Table(model, optimizer)
-    ranks = table.ranks
-    problem, described, given = None, None, dict[str, Tensor]()
-    if ranks.first:
-        try:
-            described, given = table.describe(state)
-        except ValueError as error:
-            problem = str(error)
-    words = "the exchange of what is loaded"
-    problem, described = ranks.broadcast_value(words, (problem, described))
-    if problem is not None:
-        raise ValueError(
-            "a full state dict must be of this model and optimizer class on the first rank, but "
-            f"{problem}. {_REMEDY}"
-        )
-    kinds, values = described
-    tensors = {key: StoredTensor(dtype=dtype, shape=size) for key, (dtype, size) in kinds.items()}
+    ranks, words = table.ranks, "the exchange of what is loaded"
+    given: dict[str, Tensor] = {}
+
+    def describe() -> Any:
+        described, tensors = table.describe(state)
+        given.update(tensors)
+        return described
+
+    own = attempt(describe) if ranks.first else None
+    [(kinds, values)] = outcomes(words, [ranks.broadcast_json(words, own)])
+    tensors = {key: StoredTensor(*kind) for key, kind in kinds.items()}
     wanted: dict[str, Place] = {}
 
     def compare() -> None:
@@ -258,12 +237,11 @@ def load_full_state(
 
     def handed_out(key: str, place: Place) -> Tensor:
         numel, (first, count) = place.size.numel(), place.span
-        values = torch.empty(numel, dtype=kinds[key][0], device=ranks.shards.device)
+        whole = torch.empty(numel, dtype=tensors[key].dtype, device=ranks.shards.device)
         if ranks.first:
-            values.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
-        ranks.broadcast(f"distributing {key}", values)
-        part = values[first : first + count]
-        return part if key in table.rows or count == numel else part.clone()  # which is kept
+            whole.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
+        ranks.broadcast(f"distributing {key}", whole)
+        return whole[first : first + count]
 
     table.take(((key, handed_out(key, place)) for key, place in wanted.items()), wanted, values)
 
@@ -272,21 +250,7 @@ def load_full_state(
 
 
 class _Table:
-    """The rows of a model and of an optimizer, and the ranks that hold them.
-
-    Args:
-        model: see ``save``.
-        optimizer: see ``save``.
-
-    Raises:
-        TypeError: if an argument is of another type, or nothing is sharded.
-        ValueError: if the optimizer holds other parameters than the model's.
-
-    Attributes:
-        ranks: of both.
-        rows: the model's tensors, by their keys in a folder.
-        state: the optimizer's.
-    """
+    """The rows of a model and of an optimizer, and the ranks that hold them."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         if model is not None and not isinstance(model, nn.Module):
@@ -296,7 +260,13 @@ class _Table:
                 f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. "
                 "Pass the one made from the wrapper's parameters()."
             )
-        self.ranks = _ranks_of(model, optimizer)
+        self.ranks = _ranks_of(model, optimizer)  # of both
+        # ``model`` and ``optimizer``, each if it was asked for.
+        self.parts: dict[str, _ModelState | OptimizerState] = {}
+        if model is not None:
+            wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
+            module: Any = model.module if wrapped else model  # whose names count
+            self.parts["model"] = _ModelState(module)
         if model is not None and optimizer is not None:
             known = {id(param) for param in model.parameters()}
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -305,36 +275,24 @@ class _Table:
                     "optimizer must hold parameters of the sharded model only, but got "
                     f"{len(foreign)} others. Make it from the wrapper's parameters()."
                 )
-        self.state = None
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
-            self.state = OptimizerState(optimizer, optimizer.local, optimizer.install)
-        elif optimizer is not None:
-            shards = StatesOfShards(optimizer.param_groups, optimizer)
-            self.state = OptimizerState(optimizer, shards, shards.install)
-        wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
-        self._module: nn.Module | None = model.module if wrapped else model  # whose names count
-        self.rows = {} if self._module is None else _rows_of(self._module)
+        if optimizer is not None:
+            self.parts["optimizer"] = OptimizerState(optimizer)
 
-    def named(self) -> Iterator[tuple[str, Any, str | None]]:
-        """What the model's state dict holds, under every name that it has.
+    def _places(self, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Place]]:
+        for part in self.parts.values():
+            yield from part.places_in(tensors).items()
 
-        Yields:
-            The name, the value, and its key in a folder; None if it is no tensor.
-        """
-        keys = {id(row.tensor): key for key, row in self.rows.items()}
-        found = {} if self._module is None else _state_dict_of(self._module)
-        for name, value in found.items():
-            yield name, value, keys.get(id(value))
+    def _part_of(self, key: str) -> _ModelState | OptimizerState:
+        return self.parts["optimizer" if key.startswith("state.") else "model"]
 
     def to_write(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """This rank's part of a folder. What all ranks hold whole, the first one writes."""
-        if not self.ranks.first_replica:
-            return {}, {}
-        rows, values = dict(self.rows), dict[str, Any]()
-        if self.state is not None:
-            moments, values = self.state.rows()
-            rows |= moments
+        rows, values = dict[str, Row](), dict[str, Any]()
+        for part in self.parts.values() if self.ranks.first_replica else ():
+            more, small = part.rows()
+            rows, values = rows | more, values | small
         return {
             key: row
             for key, row in rows.items()
@@ -352,18 +310,15 @@ class _Table:
             rows.update(found)
             return {key: row.described for key, row in rows.items()}, values
 
-        kind = "model" if self.state is None else "optimizer"
-        words = f"the exchange of {kind} state descriptions"
-        plans, values = agreed(on_every_rank(words, describe, self.ranks.gather))
-        kinds = {key: (dtype, shape) for plan in plans for key, (dtype, shape, *_) in plan.items()}
+        words = f"the exchange of {' and '.join(self.parts)} state descriptions"
+        kinds, values = agreed(on_every_rank(words, describe, self.ranks.gather))
         tensors: dict[str, Tensor] = {}
 
         def add_parts() -> None:
             ranks = self.ranks.shards
-            for key, (dtype, shape) in kinds.items() if self.ranks.first_replica else ():
-                place = self._place_of(key, shape)
-                whole = torch.zeros(place.size.numel(), dtype=dtype, device=ranks.device)
-                first, count = place.span
+            for key, place in self._places(kinds) if self.ranks.first_replica else ():
+                numel, (first, count) = place.size.numel(), place.span
+                whole = torch.zeros(numel, dtype=kinds[key].dtype, device=ranks.device)
                 if key in rows:
                     whole[first : first + count] = rows[key].flat
                 # The bytes of the ranks' parts, each of which is zero elsewhere.
@@ -380,38 +335,22 @@ class _Table:
 
         Returns:
             The description, which is dtypes and sizes by key, and values by key; and all tensors.
-
-        Raises:
-            ValueError: if it is no such state.
         """
-        if not isinstance(given, Mapping):
-            raise ValueError(f"got {type(given).__name__}")
-        for name, asked in (("model", self._module), ("optimizer", self.state)):
-            if asked is not None and name not in given:
-                raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
-        tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
-        if self._module is not None:
-            if not isinstance(given["model"], Mapping):
-                raise ValueError(f"got {type(given['model']).__name__} as its model")
-            own = {name: key for name, _, key in self.named()}
-            for name, value in given["model"].items():
-                if name not in own:
-                    raise ValueError(f"it holds {name}, which the model does not")
-                key = own[name]
-                if key is None:
-                    continue  # no tensor, such as a module's extra state
-                if not isinstance(value, Tensor) or value.is_meta:
-                    raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-                tensors[key] = value
-        if self.state is not None:
-            moments, values = self.state.take_apart(given["optimizer"])
-            tensors |= moments
-        # Values are copied into the model's dtype, as load_state_dict() does.
-        kinds = {
-            key: (self.rows[key].tensor.dtype if key in self.rows else value.dtype, value.size())
-            for key, value in tensors.items()
-        }
+        tensors, values = dict[str, Tensor](), dict[str, Any]()
+        try:
+            if not isinstance(given, Mapping):
+                raise ValueError(f"got {type(given).__name__}")
+            for name, part in self.parts.items():
+                if name not in given:
+                    raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
+                found, small = part.take_apart(given[name])
+                tensors, values = tensors | found, values | small
+        except ValueError as error:
+            raise ValueError(
+                "a full state dict must be of this model and optimizer class on the first rank, "
+                f"but {error}. {_REMEDY}"
+            ) from None
+        kinds = {key: (value.dtype, value.size()) for key, value in tensors.items()}
         return (kinds, values), tensors
 
     def places_in(
@@ -420,52 +359,25 @@ class _Table:
         """Where each tensor of a description lies here, which must be of this model and optimizer.
 
         Args:
-            tensors: by key.
-            values: the small values, by key.
             what: the thing described, for errors.
 
         Raises:
             ValueError: if it is of others.
         """
-        sizes = {key: tensor.shape for key, tensor in tensors.items() if key.startswith("state.")}
-        if self._module is not None and "header" in values and len(sizes) == len(tensors):
-            raise ValueError(
-                "the checkpoint must hold a model, but it holds an optimizer alone. Load the "
-                "optimizer from it, without model=."
-            )
-        if self.state is not None and "header" not in values:
-            raise ValueError(
-                "the checkpoint must hold an optimizer, but it holds a model alone. Load the model "
-                "from it, without optimizer=."
-            )
-        of, problem = "the same model", next(self._problems_of_model(tensors), None)
-        if self.state is not None and problem is None:
-            of = "this model and optimizer class"
-            problem = next(self.state.problems(sizes, values), None)
-        if problem is not None:
-            raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-        keys = [*self.rows, *(sizes if self.state is not None else ())]
-        return {key: self._place_of(key, tensors[key].shape) for key in keys}
-
-    def _place_of(self, key: str, size: Sequence[int]) -> Place:
-        if key in self.rows or self.state is None:
-            return self.rows[key].place
-        return self.state.place_of(key, size)
-
-    def _problems_of_model(self, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
-        """Reasons why these are not exactly the model's tensors, in its sizes and dtypes."""
-        for key in tensors if self._module is not None else ():
-            if key.startswith(("model.", "buffer.")) and key not in self.rows:
-                yield f"it holds {key}, which this one does not"
-        for key, row in self.rows.items():
-            if key not in tensors:
-                yield f"it must hold {key}, but {key} is missing"
-            stored, size = tensors[key], row.place.size
-            # Folders without contents.json give parameters as vectors.
-            if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
-                yield f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
-            if stored.dtype != row.tensor.dtype:
-                yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
+        moments = all(key.startswith("state.") for key in tensors)
+        held = "a model" if "header" not in values else "an optimizer" if moments else ""
+        kind = held.rpartition(" ")[2]
+        for name in self.parts if held else ():
+            if name != kind:
+                raise ValueError(
+                    f"the checkpoint must hold the {name} too, but it holds {held} alone. Load the "
+                    f"{kind} from it, without {name}=."
+                )
+        for name, part in self.parts.items():
+            of = "the same model" if name == "model" else "this model and optimizer class"
+            for problem in part.problems(tensors, values):
+                raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
+        return dict(self._places(tensors))
 
     def take(
         self,
@@ -477,40 +389,83 @@ class _Table:
 
         Args:
             vectors: keys with this rank's elements.
-            wanted: where each tensor lies.
-            values: the small values, by key.
         """
-        moments: dict[str, Tensor] = {}
         with torch.no_grad():
             for key, vector in vectors:
-                if key in self.rows:
-                    self.rows[key].tensor.copy_(wanted[key].shaped(vector))
-                elif wanted[key].held:
-                    moments[key] = wanted[key].shaped(vector.cpu())
+                if wanted[key].held:
+                    self._part_of(key).take(key, wanted[key].shaped(vector))
                 del vector  # before the next one takes memory
-        if self.state is not None:
-            self.state.install(moments, values)
+        for part in self.parts.values():
+            if isinstance(part, OptimizerState):
+                part.install(values)
 
 
-def _rows_of(module: nn.Module) -> dict[str, Row]:
-    """A module's parameters and persistent buffers, each once, by their keys in a folder."""
-    rows = {}
-    for name, param in module.named_parameters():
-        found = sharded_of(param)
-        place = replicated_place(name, param) if found is None else found.place
-        rows[f"model.{name}"] = Row(place=place, tensor=param)
-    persistent = _state_dict_of(module)
-    for name, buffer in module.named_buffers():
-        if name in persistent:
-            rows[f"buffer.{name}"] = Row(place=replicated_place(name, buffer), tensor=buffer)
-    return rows
+class _ModelState:
+    """The rows of a module: its parameters and persistent buffers, each once."""
 
+    def __init__(self, module: nn.Module) -> None:
+        # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
+        found = module.state_dict(prefix=_PREFIX, keep_vars=True)
+        self._named = {name.removeprefix(_PREFIX): value for name, value in found.items()}
+        self._rows: dict[str, Row] = {}
+        for name, param in module.named_parameters():
+            known = sharded_of(param)
+            place = replicated_place(name, param) if known is None else known.place
+            self._rows[f"model.{name}"] = Row(place=place, tensor=param)
+        for name, buffer in module.named_buffers():
+            if name in self._named:
+                place = replicated_place(name, buffer)
+                self._rows[f"buffer.{name}"] = Row(place=place, tensor=buffer)
+        self._key_of = {id(row.tensor): key for key, row in self._rows.items()}
 
-def _state_dict_of(module: nn.Module) -> dict[str, Any]:
-    """The module's own tensors, under every name that they have."""
-    # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
-    found = module.state_dict(prefix=_PREFIX, keep_vars=True)
-    return {name.removeprefix(_PREFIX): value for name, value in found.items()}
+    def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
+        """The rows, and no small values."""
+        return self._rows, {}
+
+    def places_in(self, _tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
+        """Where each tensor of a description lies."""
+        return {key: row.place for key, row in self._rows.items()}
+
+    def whole(self, tensors: Mapping[str, Tensor], _values: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict: every tensor under all its names, and values that are no tensors."""
+        keys = ((name, value, self._key_of.get(id(value))) for name, value in self._named.items())
+        return {name: value if key is None else tensors[key] for name, value, key in keys}
+
+    def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The tensors in a state dict of the plain module, by key; ValueError if it is none."""
+        if not isinstance(given, Mapping):
+            raise ValueError(f"got {type(given).__name__} as its model")
+        tensors: dict[str, Tensor] = {}
+        for name, value in given.items():
+            if name not in self._named:
+                raise ValueError(f"it holds {name}, which the model does not")
+            if (key := self._key_of.get(id(self._named[name]))) is None:
+                continue  # no tensor, such as a module's extra state
+            if not isinstance(value, Tensor) or value.is_meta:
+                raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
+            tensors[key] = value.to(self._rows[key].tensor.dtype)  # as load_state_dict() does
+        return tensors, {}
+
+    def problems(
+        self, tensors: Mapping[str, StoredTensor], _values: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Reasons why these are not exactly the module's tensors, in its sizes and dtypes."""
+        for key in tensors:
+            if key.startswith(("model.", "buffer.")) and key not in self._rows:
+                yield f"it holds {key}, which this one does not"
+        for key, row in self._rows.items():
+            if key not in tensors:
+                yield f"it must hold {key}, but {key} is missing"
+            stored, size = tensors[key], row.place.size
+            # Folders without contents.json give parameters as vectors.
+            if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
+                yield f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
+            if stored.dtype != row.tensor.dtype:
+                yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
+
+    def take(self, key: str, value: Tensor) -> None:
+        """Copies this rank's elements into the module."""
+        self._rows[key].tensor.copy_(value)
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bench_harness.core import Bar, Bars
 from bench_harness.display.cells import scale
@@ -49,8 +49,7 @@ def colours(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A part of a bar: its name and text, and where it begins and how long it is, in per cent."""
 
     name: str
@@ -59,8 +58,7 @@ class Box:
     width: float
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(NamedTuple):
     """A bar on the scale of its panel, on which 100 is the longest one.
 
     Attributes:
@@ -77,8 +75,7 @@ class Placed:
     steady: bool
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """Bars as they are shown: the unit that suits them, a colour for each part, and the panels."""
 
     unit: str
@@ -88,27 +85,23 @@ class Drawing:
 
 def placed(bars: Bars) -> Drawing:
     """The bars on the scales of their panels."""
-    every = [sum(bar.parts.values()) for panel in bars.panels.values() for bar in panel]
-    unit, divisor = scale(every, bars.unit)
+    every = [bar for panel in bars.panels.values() for bar in panel]
+    unit, divisor = scale([sum(bar.parts.values()) for bar in every], bars.unit)
     made = {}
     for title, panel in bars.panels.items():
         longest = max((sum(bar.parts.values()) for bar in panel), default=0.0) or 1.0
         made[title] = [_placed(bar, longest, divisor) for bar in panel]
-    parts = [name for panel in bars.panels.values() for bar in panel for name in bar.parts]
-    return Drawing(unit, colours(parts), made)
+    return Drawing(unit, colours(name for bar in every for name in bar.parts), made)
 
 
 def _placed(bar: Bar, longest: float, divisor: float) -> Placed:
-    boxes, left = [], 0.0
+    boxes, left, share = list[Box](), 0.0, 100 / longest
     for name, length in bar.parts.items():
-        boxes.append(
-            Box(name, f"{length / divisor:.4g}", 100 * left / longest, 100 * length / longest)
-        )
+        boxes.append(Box(name, f"{length / divisor:.4g}", left * share, length * share))
         left += length
-    ends = [end for end in (bar.low, bar.high) if end is not None and math.isfinite(end)]
-    text = f"{left / divisor:.4g}"
-    if len(ends) < 2:
+    text, low, high = f"{left / divisor:.4g}", bar.low, bar.high
+    if low is None or high is None or not math.isfinite(low + high):
         return Placed(bar.name, text, boxes, None, False, bar.steady)
-    low, high = (min(100 * end / longest, 100.0) for end in ends)
-    text += f" [{ends[0] / divisor:.4g}, {ends[1] / divisor:.4g}]"
-    return Placed(bar.name, text, boxes, (low, high), ends[1] > 1.02 * longest, bar.steady)
+    text += f" [{low / divisor:.4g}, {high / divisor:.4g}]"
+    whisker = min(low * share, 100.0), min(high * share, 100.0)
+    return Placed(bar.name, text, boxes, whisker, high > 1.02 * longest, bar.steady)

@@ -84,10 +84,10 @@ class Columns:
             keys: with spaces between them.
             headings: by key, where this table has another, or where rows name the column.
         """
-        asked = [self[key] for key in keys.split()]
-        names = {column.key: column.heading for column in asked} | dict(headings)
-        digits = dict.fromkeys(names, max(4, *(each.digits for each in asked)))
-        digits |= {column.key: column.digits for column in asked}
+        asked = {key: self[key] for key in keys.split()}
+        names = {key: column.heading for key, column in asked.items()} | dict(headings)
+        most = max(4, *(column.digits for column in asked.values()))
+        digits = {key: asked[key].digits if key in asked else most for key in names}
         for key in names:
             name, _, end = key.rpartition("_")
             if key not in rows and end in _BYTES and f"{name}_bytes" in rows:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment
+from bench_harness.roofline import forward_flops
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -153,7 +154,6 @@ class Accounting(Experiment):
 def size_row(name: SizeName, config: Any) -> Row:
     """One model size: parameters, operations, bytes, traffic."""
     import basics_model
-    from bench_harness.flops import forward_flops
     from shard_optim.accounting import GB, rank_memory, step_traffic
 
     batch, sequence, world_size = config["batch"], config["sequence"], config["world_size"]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
+from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.distributed import (
     default_world_size,
     on_rank_0,
@@ -15,7 +16,8 @@ from bench_harness.distributed import (
     slowest_rank,
 )
 from bench_harness.experiments.base import DeviceOptions, Experiment
-from bench_harness.timing import Enough, SamplingOptions
+from bench_harness.roofline import bus_bandwidth_factor
+from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,7 +96,7 @@ class AllReduce(Experiment):
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
         results = run_on_ranks(case, progress, measure_rank)
-        return [slowest_rank(list(ranks)) for ranks in zip(*results, strict=True)]
+        return [slowest_rank(ranks) for ranks in zip(*results, strict=True)]
 
     def work_s(self, case: Case) -> float:
         """The ranks start."""
@@ -121,7 +123,6 @@ class AllReduce(Experiment):
 
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """Time and bus bandwidth over payload."""
-        from bench_harness.display.lines import Panel, draw_lines, points
         from bench_harness.stats import with_summary
 
         done = row_tables.finished(rows)
@@ -158,8 +159,6 @@ def measure_rank(
     """One rank's part: a row per collective and size with this rank's samples."""
     import torch
 
-    from bench_harness.timing import Samples
-
     rows = []
     for size_mb in config["sizes_mb"]:
         progress(f"{size_mb:g} MB")
@@ -172,10 +171,15 @@ def measure_rank(
         vector = torch.zeros(numel, device=device)
         share = vector.new_empty(numel // world_size)
         calls = {name: collective(name, vector, share) for name in config["operations"]}
-        for index in range(config["warmup"] + config["samples"]):
-            _once(calls, device, samples if index >= config["warmup"] else {})
-        enough = Enough(config, parts=len(config["sizes_mb"]))
-        while not on_rank_0(enough.reached(each.wall_ms for each in samples.values())):
+        for _ in range(config["warmup"]):
+            _once(calls, device, {})
+        for _ in in_turns(
+            tuple,
+            config,
+            lambda samples=samples: [each.wall_ms for each in samples.values()],  # type: ignore[misc]
+            parts=len(config["sizes_mb"]),
+            agreed=on_rank_0,
+        ):
             for _ in range(config["samples"]):
                 _once(calls, device, samples)
         rows += [
@@ -195,8 +199,6 @@ def _once(
 ) -> None:
     """One call of every collective, ranks aligned; nothing is kept for those without samples."""
     import torch.distributed as dist
-
-    from bench_harness.timing import Samples, record_sample
 
     for operation, call in calls.items():
         dist.barrier()
@@ -228,32 +230,23 @@ def collective(operation: str, vector: Tensor, share: Tensor) -> Callable[[], ob
 
 
 def check(operation: str, rank: int, world_size: int, numel: int, device: torch.device) -> None:
-    """Runs the collective once on known values.
+    """Runs the collective that is timed once on known values.
 
     Raises:
         ArithmeticError: an element of the result is wrong; nothing is timed then.
     """
     import torch
-    import torch.distributed as dist
 
     # Small whole numbers, whose sums are exact in fp32.
     position = torch.arange(numel, device=device, dtype=torch.int32) % 251
-    vector = position.float().add_(rank)
-    share = numel // world_size
-    mine = slice(rank * share, (rank + 1) * share)
+    mine = slice(rank * (numel // world_size), (rank + 1) * (numel // world_size))
+    vector, share = position.float().add_(rank), position[mine].float()
+    collective(operation, vector, share)()
     total = position * world_size + world_size * (world_size - 1) // 2
-    if operation == "all_reduce":
-        dist.all_reduce(vector)
-        found, expected = vector, total
-    elif operation == "reduce_scatter":
-        found, expected = vector.new_empty(share), total[mine]
-        dist.reduce_scatter_tensor(found, vector)
-    elif operation == "all_gather":
-        found, expected = vector.new_empty(numel), position
-        dist.all_gather_into_tensor(found, position[mine].float())
-    else:
-        dist.broadcast(vector, src=0)
-        found, expected = vector, position
+    found, expected = {
+        "all_reduce": (vector, total),
+        "reduce_scatter": (share, total[mine]),
+    }.get(operation, (vector, position))
     wrong = int((found != expected).sum())
     if wrong:
         raise ArithmeticError(
@@ -264,8 +257,6 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
 
 def with_bandwidth(frame: pd.DataFrame) -> pd.DataFrame:
     """Adds algorithm and bus bandwidth in GB/s (10⁹ bytes per second)."""
-    from bench_harness.flops import bus_bandwidth_factor
-
     if "size_bytes" not in frame:
         return frame
     frame = frame.copy()

@@ -7,24 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions, roofline
+from bench_harness.attentions import CLOCKS, DTYPES, FEATURES, PASSES
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
-from bench_harness.experiments.attention_measure import (
-    CLOCKS,
-    DTYPES,
-    FEATURES,
-    PASSES,
-    Problem,
-    measured,
-    measured_over_lengths,
-    timer_overhead_ms,
-)
+from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.experiments.base import DeviceOptions, Experiment
+from bench_harness.roofline import ceilings
 from bench_harness.timing import SamplingOptions
+from bench_harness.workload import device_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure as MatplotlibFigure
+
+    from bench_harness.experiments.attention_measure import Problem
 
 _MASKS = ("causal", "full")
 
@@ -178,8 +174,11 @@ class Attention(Experiment):
         import torch._dynamo.config
         import torch._functorch.config
 
-        from bench_harness.roofline import ceilings
-        from bench_harness.workload import device_of
+        from bench_harness.experiments.attention_measure import (
+            measured,
+            measured_over_lengths,
+            timer_overhead_ms,
+        )
 
         device = device_of(case.config["device"])
         about: Row = {
@@ -302,6 +301,8 @@ def _batch(batch: int, tokens: int | None, sequence: int) -> int:
 
 def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
     """The problems of a case: a list for each length, of one for each feature."""
+    from bench_harness.experiments.attention_measure import Problem
+
     lengths = tuple(config["packed"])
     return [
         [
@@ -586,8 +587,6 @@ def draw(
         ends: columns with the ends of the 95 % interval; None for what does not vary.
         log: whether that axis is logarithmic.
     """
-    from bench_harness.display.lines import Panel, draw_lines, points
-
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
     panels = [
         Panel(

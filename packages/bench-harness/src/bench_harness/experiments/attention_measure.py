@@ -17,28 +17,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from bench_harness.attentions import Window, find, forward_only, ran, stores_scores
+import torch
+from torch import Tensor
+
+from bench_harness.attentions import (
+    DTYPES,
+    Attend,
+    Window,
+    find,
+    forward_only,
+    naive,
+    stores_scores,
+)
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.flops import attention_flops
-from bench_harness.timing import Enough, Samples, record_sample, synchronize
+from bench_harness.roofline import attention_flops
+from bench_harness.timing import Samples, in_turns, record_sample, synchronize
+from bench_harness.workload import ran
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from bench_harness.attentions import Attend
-
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: "plain" has none; ratios of the others are to it.
-FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
-#: Longest sequence whose reference stores all scores of a head, 64 MB in fp32; longer ones are
-#: computed in tiles of at most 16 MB.
-_DEFINED, _TILE = 4096, 2048
-_LEAST_TILE = 256
-PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
-CLOCKS = ("device", "wall", "host")
+#: Scores that the reference holds at a time, 64 MB in fp32.
+_SCORES = 2**24
 #: Largest error allowed of output and gradients, as a share of the reference's largest value: one
 #: rounding to the dtype, of inputs and of probabilities.
 TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
@@ -76,8 +75,6 @@ class Problem:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Random query, key and value that need gradients, and the output's gradient."""
-        import torch
-
         torch.manual_seed(0)
 
         def random(heads: int, width: int) -> Tensor:
@@ -105,8 +102,6 @@ class Problem:
 
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of an implementation: ``causal``, and what is not the default."""
-        import torch
-
         given: dict[str, Any] = {"causal": self.causal}
         if self.window is not None:
             given["window"] = self.window
@@ -122,8 +117,6 @@ class Problem:
 
     def _feature_arguments(self, device: torch.device) -> dict[str, Tensor]:
         """The tensor that the feature adds to the call; what is learned requires a gradient."""
-        import torch
-
         torch.manual_seed(1)
         like: dict[str, Any] = {"device": device, "dtype": getattr(torch, DTYPES[self.dtype])}
         if self.feature == "sinks":
@@ -209,56 +202,38 @@ def learned(settings: Mapping[str, Any]) -> dict[str, Tensor]:
 def exact(
     problem: Problem, tensors: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Output and gradients of the heads that are checked, in fp32.
+    """Output and gradients of the heads that are checked, by the definition of attention in fp32.
 
-    By the definition of attention, or in tiles where its scores would take too much memory.
+    As many queries at a time as the memory for their scores allows.
 
     Returns:
         "out", "dq", "dk" and "dv", and "dsinks" or "dbias" where these are learned.
     """
-    import torch
-
-    from flashattn_triton.logsumexp import add_sinks
-    from flashattn_triton.mask_and_bias import MaskAndBias
-    from flashattn_triton.reference import attention_reference
-    from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
-
-    options = problem.options()
     leaves = {
         name: _checked_heads(problem, name, x).detach().float().requires_grad_()
         for name, x in learned(settings).items()
     }
-    slopes = settings.get("alibi_slopes")
-    mask_and_bias = MaskAndBias(
-        alibi_slopes=None if slopes is None else _checked_heads(problem, "", slopes)[None],
-        bias=leaves.get("bias"),
-    )
-    sinks = leaves.get("sinks")
+    given: dict[str, Any] = {name: settings.get(name) for name in ("causal", "window", "softcap")}
+    if "alibi_slopes" in settings:
+        given["alibi_slopes"] = _checked_heads(problem, "", settings["alibi_slopes"])
+    names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
     found: list[dict[str, Tensor]] = []
-    for q, k, v, grad_out in _checked(problem, tensors):
-        if q.shape[2] <= _DEFINED:
-            inputs = (*(x.requires_grad_() for x in (q, k, v)), *leaves.values())
-            out, lse = attention_reference(q, k, v, options, mask_and_bias)
-            if sinks is not None:
-                out, _ = add_sinks(out, lse, sinks, "bhsd")
-            gradients = torch.autograd.grad(out, inputs, grad_out)
-        else:
-            tile = max(_LEAST_TILE, _TILE // (k.shape[0] * k.shape[1]))
-            group = q.shape[1] // k.shape[1]
-            tiles = {"query_tile": max(1, tile // group), "key_tile": tile}
-            extra: list[Tensor] = []
-            part, lse = tiled_forward(q, k, v, options, mask_and_bias, **tiles)
-            out, grad_lse = part, None
-            if sinks is not None:
-                part, lse = part.requires_grad_(), lse.requires_grad_()
-                out, _ = add_sinks(part, lse, sinks, "bhsd")
-                grad_out, grad_lse, *extra = torch.autograd.grad(out, (part, lse, sinks), grad_out)
-            arguments = (q, k, v, part, lse, grad_out, grad_lse, options, mask_and_bias)
-            if "bias" in leaves:
-                extra = [tiled_bias_backward(*arguments, **tiles)]
-            gradients = (*tiled_backward(*arguments, **tiles), *extra)
-        names = ("dq", "dk", "dv", *(f"d{name}" for name in leaves))
-        found.append({"out": out.detach(), **dict(zip(names, gradients, strict=True))})
+    for *tensors_of_part, grad_out in _checked(problem, tensors):
+        q, k, v = (x.requires_grad_() for x in tensors_of_part)
+        inputs = (q, k, v, *leaves.values())
+        sums = [torch.zeros_like(x) for x in inputs]
+        outs: list[Tensor] = []
+        count = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+        for first in range(0, q.shape[2], count):
+            rows = slice(first, first + count)
+            given |= {n: x[..., rows, :] if n == "bias" else x for n, x in leaves.items()}
+            out = naive(q[:, :, rows], k, v, first=first, **given)
+            for total, part in zip(
+                sums, torch.autograd.grad(out, inputs, grad_out[:, :, rows]), strict=True
+            ):
+                total += part
+            outs.append(out.detach())
+        found.append({"out": torch.cat(outs, dim=2), **dict(zip(names, sums, strict=True))})
     # Several parts are packed sequences, which have no learned arguments.
     return {name: torch.cat([part[name] for part in found], dim=-2 if found[1:] else 0)
             for name in found[0]}  # fmt: skip
@@ -282,8 +257,6 @@ def errors(
     Raises:
         ArithmeticError: an error is too large, or a gradient is missing; nothing is timed then.
     """
-    import torch
-
     leaves = learned(settings)
     out = attend()
     if forward_only:
@@ -380,8 +353,6 @@ class Attempts:
     @contextmanager
     def ending(self, name: str) -> Iterator[None]:
         """Excludes an implementation that fails inside; lack of memory ends the whole case."""
-        import torch
-
         try:
             yield
         except torch.OutOfMemoryError:
@@ -422,8 +393,6 @@ class Attempts:
 
     def passes(self, name: str, wanted: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The passes of an implementation; backward alone reuses one graph."""
-        import torch
-
         attend, (*_, grad_out) = self.calls[name], self.tensors
         for each in wanted:
             if forward_only(name) and each != "forward":
@@ -465,8 +434,6 @@ def _saved_bytes(
     attend: Callable[[], Tensor], inputs: Sequence[Tensor], device: torch.device
 ) -> int:
     """Bytes that forward leaves allocated: its output and what autograd keeps, inputs left out."""
-    import torch
-
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         out = attend()
@@ -490,19 +457,18 @@ def _saved_bytes(
 def time_in_turns(
     everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
 ) -> None:
-    """Times the passes of all implementations on some problems in turns, to and fro.
-
-    Further turns follow until every interval is narrow, or the case's seconds for it are over.
-    """
-    rounds, lengths = config["rounds"], max(1, len(config["sequences"]))
+    """Times the passes of all implementations on some problems in turns."""
+    rounds = config["rounds"]
     least = -(-config["samples"] // rounds)
-    enough, round_number = None, 0
-    while enough is None or not enough.reached(
-        samples.wall_ms for attempts in everyone for samples in attempts.samples.values()
+    for number, order in in_turns(
+        lambda: [(attempts, name) for attempts in everyone for name in attempts.calls],
+        config,
+        lambda: [samples.wall_ms for each in everyone for samples in each.samples.values()],
+        least=rounds,
+        parts=max(1, len(config["sequences"])),
     ):
-        order = [(attempts, name) for attempts in everyone for name in attempts.calls]
-        for attempts, name in order if round_number % 2 == 0 else order[::-1]:
-            progress(f"{attempts.problem.name}, round {round_number + 1}: {name}")
+        for attempts, name in order:
+            progress(f"{attempts.problem.name}, round {number + 1}: {name}")
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = attempts.samples.setdefault((name, each), Samples())
@@ -517,9 +483,6 @@ def time_in_turns(
                     )
                     samples.wall_ms += taken
                     samples.note_gpu(attempts.device, len(taken))
-        round_number += 1
-        if round_number == rounds:
-            enough = Enough(config, parts=lengths)
 
 
 def sampled(
@@ -601,8 +564,6 @@ def measured(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
-    import torch
-
     everyone = [Attempts(config["variants"], problem, device) for problem in group]
     for attempts in everyone:
         progress(f"{attempts.problem.name}: comparing with the reference")
@@ -639,28 +600,28 @@ def measured_over_lengths(
     """
     attempts = Attempts(config["variants"], problems[0], device)
     attempts.prove()
-    inputs = _of_all_lengths(problems, device)
+    inputs = [problem.tensors(device) for problem in problems]
     passes = [each for each in ("forward", "forward+backward") if each in config["passes"]]
     measured = attempts.samples
-    enough, round_number = None, 0
-    while enough is None or not enough.reached(each.wall_ms for each in measured.values()):
-        names = list(attempts.calls)
-        for name in names if round_number % 2 == 0 else names[::-1]:
-            progress(f"{len(problems)} lengths, round {round_number + 1}: {name}")
+    for number, names in in_turns(
+        lambda: attempts.calls,
+        config,
+        lambda: [each.wall_ms for each in measured.values()],
+        least=config["samples"] + 1,
+    ):
+        for name in names:
+            progress(f"{len(problems)} lengths, round {number + 1}: {name}")
             with attempts.ending(name):
-                attend = find(name) if round_number == 0 else attempts.calls[name]
+                attend = find(name) if number == 0 else attempts.calls[name]
                 attempts.calls[name] = attend
                 for each in passes[:1] if forward_only(name) else passes:
                     samples = measured.setdefault((name, each), Samples())
                     call = functools.partial(attend, **attempts.settings)
                     time_ms = _through(call, inputs, device, backward=each != "forward")
-                    if round_number == 0:
+                    if number == 0:
                         samples.first_ms = time_ms
                     else:
                         samples.wall_ms.append(time_ms)
-        round_number += 1
-        if round_number > config["samples"]:
-            enough = enough or Enough(config)
     about: Row = {
         "batch": problems[0].batch,
         "sequence": max(problem.sequence for problem in problems),
@@ -688,27 +649,6 @@ def _rows(
     return rows + [{"variant": n, **about, "ended": end} for n, end in attempts.ended.items()]
 
 
-def _of_all_lengths(problems: Sequence[Problem], device: torch.device) -> list[list[Tensor]]:
-    """Query, key, value and the output's gradient of each problem, in the longest one's memory."""
-    longest = max(problems, key=lambda problem: problem.batch * problem.sequence)
-    flat = [tensor.detach().reshape(-1) for tensor in longest.tensors(device)]
-
-    def cut(problem: Problem, number: int, heads: int, width: int) -> Tensor:
-        shape = (problem.batch, heads, problem.sequence, width)
-        size = problem.batch * heads * problem.sequence * width
-        return flat[number][:size].view(shape).detach().requires_grad_(number < 3)
-
-    return [
-        [
-            cut(each, 0, each.heads, each.head_dim),
-            cut(each, 1, each.kv_heads, each.head_dim),
-            cut(each, 2, each.kv_heads, each.value_head_dim),
-            cut(each, 3, each.heads, each.value_head_dim),
-        ]
-        for each in problems
-    ]
-
-
 def _through(
     attend: Attend,
     inputs: Sequence[Sequence[Tensor]],
@@ -717,8 +657,6 @@ def _through(
     backward: bool,
 ) -> float:
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
-    import torch
-
     samples = Samples()
     with record_sample(samples, device), torch.set_grad_enabled(backward):
         for query, key, value, grad_out in inputs:

@@ -5,17 +5,22 @@ a user's module.
 
 An experiment's module must import without torch, pandas or matplotlib: the command line imports
 every experiment to list it. Import them inside ``run``, ``tables`` and ``figures``.
+
+Another package adds an experiment by an entry point in the group ``bench_harness.experiments``
+whose name is the experiment's and whose value is its class, ``package.module:Class``.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option, plural
+from bench_harness.core import Case, Figure, Row, Table, option, plural, registered
 from bench_harness.environment import gpu_count, resolve_device
+from bench_harness.traces import nsight
 from bench_harness.workload import DIMENSIONS, too_large
 
 if TYPE_CHECKING:
@@ -180,8 +185,6 @@ class Experiment(abc.ABC):
 
         Such a case is skipped. By default: GPUs, memory, and Nsight Systems.
         """
-        from bench_harness.traces import nsight
-
         config = case.config
         if (why := too_large(config)) is not None:
             return why
@@ -218,3 +221,61 @@ class Experiment(abc.ABC):
     def figures(self, rows: pd.DataFrame) -> list[Figure]:
         """The pictures of this experiment's rows, none by default; see :meth:`tables`."""
         return []
+
+
+ENTRY_POINT_GROUP = "bench_harness.experiments"
+
+# In the order in which they run and are reported.
+_BUILT_IN = {
+    "accounting": "bench_harness.experiments.accounting:Accounting",
+    "model": "bench_harness.experiments.model:Model",
+    "memory": "bench_harness.experiments.memory:Memory",
+    "attention": "bench_harness.experiments.attention:Attention",
+    "allreduce": "bench_harness.experiments.allreduce:AllReduce",
+    "train-step": "bench_harness.experiments.train_step:TrainStep",
+    "profile": "bench_harness.experiments.profile:Profile",
+}
+
+
+def _targets() -> dict[str, str]:
+    return _BUILT_IN | registered(ENTRY_POINT_GROUP)
+
+
+def names() -> list[str]:
+    """Every experiment's name, built-in ones first, in running order."""
+    return list(_targets())
+
+
+def get(name: str) -> Experiment:
+    """The experiment registered under ``name``.
+
+    Raises:
+        ValueError: no experiment has that name, and the message lists those that exist; or it
+            cannot be imported.
+    """
+    targets = _targets()
+    if name not in targets:
+        raise ValueError(f"experiment must be one of {', '.join(targets)}, but got {name!r}")
+    return _load(name, targets[name])
+
+
+def every() -> Iterator[Experiment]:
+    """Every experiment in running order, after one look at what is installed.
+
+    Raises:
+        ValueError: one cannot be imported.
+    """
+    for name, target in _targets().items():
+        yield _load(name, target)
+
+
+def _load(name: str, target: str) -> Experiment:
+    module, _, attribute = target.partition(":")
+    try:
+        experiment: Experiment = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"experiment {name} must be importable as {target}, but got an error: {error}. "
+            "Reinstall the package that registers it."
+        ) from error
+    return experiment

@@ -14,10 +14,22 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness.core import Case, Column, Figure, Row, Table, option
-from bench_harness.display import row_tables
+from bench_harness.display import cells, row_tables
+from bench_harness.display.bars import colours
+from bench_harness.display.plots import new_figure
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
-from bench_harness.traces.allocations import FIRST
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
+from bench_harness.traces import allocations, kineto
+from bench_harness.traces.allocations import FIRST, NO_PHASE, from_cuda_history, from_profile
+from bench_harness.traces.trace import phase
+from bench_harness.workload import (
+    ATTENTIONS,
+    PRECISIONS,
+    SIZES,
+    billions,
+    device_of,
+    language_model_config,
+    shape_row,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -115,9 +127,6 @@ class Memory(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Records one pass, from the building of the model on."""
-        from bench_harness.traces import allocations
-        from bench_harness.workload import device_of
-
         config = case.config
         device = device_of(config["device"])
         progress("recording")
@@ -301,8 +310,6 @@ def _predicted(row: pd.Series[Any]) -> Row:
 
 def _facts(config: Mapping[str, Any]) -> Row:
     """The language model's shape, and its residual stream; nothing of a user's model."""
-    from bench_harness.workload import language_model_config, shape_row
-
     if "model" in config:
         return {}
     shape = language_model_config(config)
@@ -312,10 +319,6 @@ def _facts(config: Mapping[str, Any]) -> Row:
 
 def _of_cpu(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
     """The allocations of a pass, by the memory events of the profiler."""
-    from bench_harness.traces import kineto
-    from bench_harness.traces.allocations import from_profile
-    from bench_harness.traces.trace import phase
-
     with TemporaryDirectory() as folder:
         path = Path(folder) / "memory.json"
         with kineto.recording(path, device, memory=True):
@@ -326,8 +329,6 @@ def _of_cpu(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent
 def _of_cuda(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
     """The allocations of a pass, by the caching allocator's own history, which is also dumped."""
     import torch
-
-    from bench_harness.traces.allocations import NO_PHASE, from_cuda_history
 
     # Boundaries are lengths of the history: they need no clock to agree with the allocator's.
     boundaries: list[tuple[str, int]] = []
@@ -387,10 +388,6 @@ def _pass(
 
 
 def _draw(line: Row) -> MatplotlibFigure:
-    from bench_harness.display import cells
-    from bench_harness.display.bars import colours
-    from bench_harness.display.plots import new_figure
-
     figure, axes = new_figure(height=3.4)
     plot = axes[0, 0]
     time = line["time_ms"]
@@ -406,12 +403,12 @@ def _draw(line: Row) -> MatplotlibFigure:
         step="post",
     )
     labels: list[tuple[float, str]] = []
-    for phase, start in line["phase_starts_ms"].items():
+    for name, start in line["phase_starts_ms"].items():
         plot.axvline(start, color="black", linestyle=":", linewidth=1)
         if labels and start - labels[-1][0] < 0.08 * (time[-1] - time[0]):  # they would overlap
-            labels[-1] = labels[-1][0], f"{labels[-1][1]}, {phase}"
+            labels[-1] = labels[-1][0], f"{labels[-1][1]}, {name}"
         else:
-            labels.append((start, phase))
+            labels.append((start, name))
     for start, text in labels:
         plot.annotate(
             text, (start, 1.01), xycoords=("data", "axes fraction"), fontsize="small", rotation=20

@@ -7,16 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench_harness import roofline, timing
 from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
-from bench_harness.timing import SamplingOptions
-from bench_harness.workload import ATTENTIONS, PRECISIONS, SIZES, billions
+from bench_harness.roofline import forward_flops, step_bytes
+from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
+from bench_harness.user_code import workload_of
+from bench_harness.workload import (
+    ATTENTIONS,
+    PRECISIONS,
+    SIZES,
+    billions,
+    compute_dtype,
+    device_of,
+    language_model_config,
+    precision_context,
+    ran_in_model,
+    shape_row,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
     import torch
 
+    from bench_harness.training.build import Training
     from bench_harness.training.settings import Settings
 
 _COLUMNS = row_tables.Columns(
@@ -103,11 +118,6 @@ class Model(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Measures every variant of the case in turns."""
-        from bench_harness import roofline, timing
-        from bench_harness.attentions import ran_in_model
-        from bench_harness.training.phases import measure_phases
-        from bench_harness.workload import compute_dtype, device_of, precision_context
-
         config = case.config
         device = device_of(config["device"])
         progress("building the model")
@@ -120,12 +130,12 @@ class Model(Experiment):
         for name, phases in measured.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
             precision = names[name]["precision"]
+            dtype, ran = compute_dtype(precision), None
             with precision_context(precision, device):
-                rates = roofline.ceilings(device, compute_dtype(precision))
-            ran = None
+                rates = roofline.ceilings(device, dtype)
             if "d_model" in facts:  # of a user's model nothing is known
-                attention, dtype = names[name]["attention"], compute_dtype(precision)
-                ran = ran_in_model(attention, facts, config["sequence"], dtype, device)
+                attention = names[name]["attention"]
+                ran = ran_in_model(attention, {**config, **facts}, dtype, device)
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
@@ -154,7 +164,6 @@ class Model(Experiment):
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
-        from bench_harness import roofline
         from bench_harness.stats import with_summary
 
         frame = with_summary(rows)
@@ -266,8 +275,6 @@ def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings
 
 def _least_bytes(parameters: int, config: Any, phase: str) -> int:
     """Memory traffic of parameters, gradients and optimizer state in a phase."""
-    from bench_harness.roofline import step_bytes
-
     parts = step_bytes(parameters, config["optimizer"])
     return sum(parts.values()) if phase == "step" else parts[phase.removeprefix("training ")]
 
@@ -275,10 +282,6 @@ def _least_bytes(parameters: int, config: Any, phase: str) -> int:
 def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
     """Shape, parameters, tokens, and the operations of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
-
-    from bench_harness.flops import forward_flops
-    from bench_harness.subject import workload_of
-    from bench_harness.workload import language_model_config, shape_row
 
     if "model" in config:
         workload = workload_of(config, device, precision=config["variants"][0]["precision"])
@@ -292,3 +295,80 @@ def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
         "tokens": size[0] * size[1],
         "forward_flops": sum(forward_flops(shape, *size).values()),
     }
+
+
+def measure_phases(
+    variants: Mapping[str, Settings],
+    config: Mapping[str, Any],
+    device: torch.device,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, Samples]]:
+    """Samples by variant and phase.
+
+    Each variant is built anew in every round, so that only one is in memory and all meet the same
+    state of the machine. Nothing is averaged over ranks, so nothing is proven first, and the very
+    first step of a process is measured too.
+
+    Args:
+        config: of a case: what is trained, ``modes``, ``warmup``, ``samples`` of a round, and how
+            long sampling may go on. Without warm-up there is one round, whose first sample is that
+            of a cold start.
+    """
+    import torch
+
+    from bench_harness.training.build import training
+
+    timings: dict[str, dict[str, Samples]] = {name: {} for name in variants}
+    rounds = in_turns(
+        lambda: variants,
+        config if config["warmup"] else {},
+        lambda: [samples.wall_ms for phases in timings.values() for samples in phases.values()],
+    )
+    # Variants compile the same module anew; past the compiler's limit it would quietly run
+    # uncompiled.
+    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
+        for number, names in rounds:
+            for name in names:
+                progress(f"round {number + 1}: {name}")
+                with training(variants[name], config, device) as steps:
+                    for index in range(config["warmup"] + config["samples"]):
+                        found = _round(steps, config["modes"])
+                        _keep(timings[name], found, measured=index >= config["warmup"])
+    return timings
+
+
+def _round(steps: Training, modes: list[str]) -> dict[str, Samples]:
+    """Inference, the training step in parts, and the training step as a whole."""
+    import torch
+
+    found: dict[str, Samples] = {}
+
+    def phase(name: str) -> Any:
+        return record_sample(found.setdefault(name, Samples()), steps.workload.device)
+
+    if "forward" in modes:
+        with phase("forward"), torch.no_grad():
+            steps.workload.loss(steps.module)
+    if "forward-backward" in modes or "step" in modes:
+        steps.optimizer.zero_grad()
+        with phase("training forward"):
+            loss = steps.workload.loss(steps.module)
+        with phase("backward"):
+            steps.backward(loss)
+    if "step" in modes:
+        with phase("optimizer"):
+            steps.update()
+    if "step" in modes or "whole-step" in modes:
+        with phase("step"):
+            steps.step()
+    return found
+
+
+def _keep(timings: dict[str, Samples], found: dict[str, Samples], *, measured: bool) -> None:
+    """Adds the samples of a round; of a warm-up round only the very first time is kept."""
+    for phase, samples in found.items():
+        kept = timings.setdefault(phase, Samples())
+        if kept.first_ms is None:
+            kept.first_ms = samples.wall_ms[0]
+        if measured:
+            kept.extend(samples)

@@ -12,7 +12,17 @@ from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, opti
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
-from bench_harness.workload import PRECISIONS, SIZES, billions
+from bench_harness.traces import kineto, nsight
+from bench_harness.traces.timeline import timeline
+from bench_harness.traces.trace import kernel_totals, short_name, time_inside
+from bench_harness.workload import (
+    PRECISIONS,
+    SIZES,
+    billions,
+    device_of,
+    language_model_config,
+    shape_row,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,9 +97,6 @@ class Profile(Experiment):
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Profiles inference and a training step, and reads the trace."""
-        from bench_harness.traces import kineto, nsight
-        from bench_harness.workload import device_of, language_model_config, shape_row
-
         config = dict(case.config)
         device = device_of(config["device"])
         progress(f"recording with {config['tool']}")
@@ -118,8 +125,6 @@ class Profile(Experiment):
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""
         import pandas as pd
-
-        from bench_harness.traces.trace import short_name
 
         cell = "model size sequence precision tool"
         if "kind" not in rows:
@@ -256,19 +261,11 @@ def profiled(
         with recorder:
             with phase("inference", device), torch.no_grad():
                 steps.workload.loss()
-            with phase("forward", device):
-                loss = steps.forward()
-            with phase("backward", device):
-                steps.backward(loss)
-            with phase("optimizer", device):
-                steps.update()
+            steps.in_phases(lambda name: phase(name, device))
 
 
 def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
     """Rows per phase, per kernel in a phase, and per part of attention."""
-    from bench_harness.traces.timeline import timeline
-    from bench_harness.traces.trace import kernel_totals, time_inside
-
     rows: list[Row] = []
     for phase in PHASES:
         windows = trace.phases(phase)
@@ -347,7 +344,5 @@ def _spans(trace: Trace) -> str:
 def under_nsight(config: Row) -> None:
     """What Nsight Systems records: the same phases, with every range as NVTX."""
     import torch
-
-    from bench_harness.workload import device_of
 
     profiled(config, device_of(config["device"]), torch.autograd.profiler.emit_nvtx())

@@ -1,22 +1,32 @@
-"""What a report holds, made from a run folder alone: no device, nothing measured again."""
+"""The content of a report, made from a run folder alone: no device, nothing measured again.
+
+The sentences that stand first say what did not finish, who is fastest, and what to doubt. The
+fastest variant of an experiment's last timed case is compared with the fastest one of PyTorch's
+own, or else with the second, by the rule of :mod:`bench_harness.verdict`. So a sentence says
+whether it is sure. What scatters or drifts too much to quote is counted, never quoted.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import statistics
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
-from bench_harness.core import Figure, JsonValue, Row, Table
-from bench_harness.environment import measured_on
-from bench_harness.experiments import Experiment
+from bench_harness.core import Figure, JsonValue, Row, Table, plural
+from bench_harness.display.cells import quantity
+from bench_harness.display.row_tables import steady
+from bench_harness.environment import measured_on, throttled
 from bench_harness.report.frame import to_frame
-from bench_harness.report.headlines import headlines, on_cpu, tiles
+from bench_harness.stats import summarize, with_summary
 from bench_harness.store import ARTIFACTS, Store, StoreError
+from bench_harness.verdict import judge
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,9 +124,7 @@ def build(store: Store) -> Report:
         raise StoreError(
             f"{store.results} must hold a complete case, but got none. Let a case of the run end."
         )
-    by_name: dict[str, list[Row]] = {}
-    for row in loaded.rows:
-        by_name.setdefault(row["experiment"], []).append(row)
+    by_name = _by("experiment", loaded.rows)
     order = sorted(by_name, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     environments = store.environments()
     return Report(
@@ -158,26 +166,24 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
         summary = "rows of an experiment that is not installed here"
     else:
         summary = experiment.summary
-        tables, figures, problems = _show(experiment, rows)
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row["case_key"], []).append(row)
+        tables = _made(experiment.tables, rows, "tables", problems)
+        figures = _made(experiment.figures, rows, "pictures", problems)
     return Section(
         name=name,
         summary=summary,
-        cases=[_line(own, folder) for own in by_case.values()],
+        cases=[_line(own, folder) for own in _by("case_key", rows).values()],
         tables=tables,
         figures=figures,
         problems=problems,
     )
 
 
-def _show(experiment: Experiment, rows: list[Row]) -> tuple[list[Table], list[Figure], list[str]]:
-    """Tables and pictures. One that fails is reported, and the others are still shown."""
-    problems: list[str] = []
-    tables = _made(experiment.tables, rows, "tables", problems)
-    figures = _made(experiment.figures, rows, "pictures", problems)
-    return tables, figures, problems
+def _by(name: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows by what a column holds, in order of appearance."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[name], []).append(row)
+    return found
 
 
 def _made(
@@ -192,12 +198,9 @@ def _made(
         return make(to_frame(rows))
     except Exception as error:  # noqa: BLE001 - shown in the report
         problem = f"{what}: {where(error)}"
-    by_case: dict[str, list[Row]] = {}
-    for row in rows:
-        by_case.setdefault(row["case_key"], []).append(row)
     good: list[Row] = []
     bad: list[str] = []
-    for own in by_case.values():
+    for own in _by("case_key", rows).values():
         try:
             # Others hold nothing that could be shown alone.
             if own[0]["status"] == "ok":
@@ -248,3 +251,169 @@ def _warnings(before: JsonValue, after: JsonValue) -> list[str]:
     if before is None or after is None:
         return []
     return [f"GPU slowed down: {reason}" for reason in environment.throttled(before, after)]
+
+
+#: Statuses of cases that did not finish.
+_STOPPED = ("error", "timeout", "oom")
+#: How names of variants begin that are PyTorch's own; and those that only bound the others.
+_PYTORCH = ("torch", "sdpa", "FSDP2")
+_BOUND = "no communication"
+
+
+def headlines(rows: Iterable[Row]) -> list[str]:
+    """The sentences, the most important first.
+
+    Timings of later experiments stand before others, and those that are sure before those that are
+    not: the first sentence can be quoted if there is one that can.
+    """
+    every = list(rows)
+    latest = list(reversed(_by("experiment", every).values()))
+    timings = [timing for own in latest if (timing := _fastest(own)) is not None]
+    timings.sort(key=lambda timing: not timing[0])
+    found = [_unfinished(every), *(text for _, text in timings), *map(_peak, latest)]
+    return [text for text in [*found, _unstable(every)] if text is not None]
+
+
+def tiles(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """What a page shows largest, each with its name and a remark: the time of a step, throughput,
+    peak memory, and what costs most. Only what the rows hold."""
+    done = [row for row in rows if row["status"] == "ok"]
+    steps = [row for row in done if row.get("samples_ms") and row.get("phase", "step") == "step"]
+    steps = [row for row in steps if row["experiment"] in ("train-step", "model")]
+    steps = [row for row in steps if row["experiment"] == steps[-1]["experiment"]]
+    found: list[tuple[str, str, str]] = []
+    step = min(
+        (row for row in steps if not str(row.get("variant")).startswith(_BOUND)),
+        key=lambda row: statistics.median(row["samples_ms"]),
+        default=None,
+    )
+    if step is not None:
+        name = str(step.get("variant", ""))
+        found.append(("step", _ms(step), f"{name}{_interval(step)}"))
+        if step.get("tokens"):
+            tokens = step["tokens"] * step["config"].get("world_size", 1)  # of all ranks
+            seconds = statistics.median(step["samples_ms"]) / 1e3
+            found.append(("throughput", f"{tokens / seconds:,.0f} tokens/s", name))
+    peaks = [(float(row["peak_bytes"]), str(row["phase"])) for row in done if "peak_bytes" in row]
+    peaks += [(row["peak_gib"] * 2**30, row["variant"]) for row in steps if row.get("peak_gib")]
+    if peaks:
+        most, where = max(peaks)
+        found.append(("peak memory", quantity(most, "B"), where))
+    kernels = [row for row in done if row.get("kind") == "kernel" and "total_ms" in row]
+    if kernels:
+        top = max(kernels, key=lambda each: float(each["total_ms"]))
+        share = f"{top['share']:.0f} % of {top['phase']}"
+        found.append(("largest cost", share, top["kernel"][:60]))
+    return found
+
+
+def on_cpu(rows: Iterable[Row]) -> bool:
+    """Whether any of the timed figures is from a CPU."""
+    return any(row.get("samples_ms") and row["config"].get("device") == "cpu" for row in rows)
+
+
+def _unfinished(rows: list[Row]) -> str | None:
+    ended = {row["case_key"] for row in rows if row["status"] in _STOPPED}
+    cases = {row["case_key"] for row in rows}
+    if not ended:
+        return None
+    which = [row["label"] for row in rows if row["case_key"] in ended]
+    return f"{len(ended)} of {plural(len(cases), 'case')} did not finish, the first: {which[0]}."
+
+
+def _fastest(rows: list[Row]) -> tuple[bool, str] | None:
+    """The fastest variant of the last case and phase that are timed, beside another.
+
+    Returns:
+        Whether that is sure, and the sentence.
+    """
+    timed = [
+        row
+        for row in rows
+        if row["status"] == "ok" and row.get("samples_ms") and isinstance(row.get("variant"), str)
+    ]
+    if not timed:
+        return None
+    last = timed[-1]
+    about = ("case_key", "phase", "sequence", "feature", "size_bytes")
+    what = {name: last.get(name) for name in about}
+    cell = [row for row in timed if all(row.get(name) == value for name, value in what.items())]
+    cell = [row for row in cell if not row["variant"].startswith(_BOUND)] or cell
+    first, *others = sorted(cell, key=lambda row: statistics.median(row["samples_ms"]))
+    done = f" for {last['phase']}" if isinstance(last.get("phase"), str) else ""
+    where = f" ({last['label']})."
+    unstable = summarize(first["samples_ms"])["unstable"]
+    takes = f"{first['variant']} takes {_ms(first)}{done}"
+    pytorch = [row for row in others if row["variant"].startswith(_PYTORCH)]
+    if not others:
+        how = f"{_interval(first)}, unsteady{_cause(rows)}" if unstable else ""
+        return not unstable, takes + how + where
+    other: Mapping[str, object] = (pytorch or others)[0]
+    verdict = judge(other["samples_ms"], first["samples_ms"])  # type: ignore[arg-type]
+    if unstable:  # a figure that scatters is not quoted, but the verdict stands
+        names = {"A": str(other["variant"]), "B": str(first["variant"])}
+        why = "".join(f", {reason}" for reason in verdict.reasons[:1])
+        why = re.sub(r"\b[AB]\b", lambda match: names[match[0]], why)
+        sentence = f"{first['variant']}{done} beside {other['variant']}: {verdict}{why}"
+        return False, sentence + _cause(rows) + where
+    beside = f", {verdict.ratio:.2f} of {other['variant']}"
+    is_known = verdict.direction != "cannot tell"
+    how = str(verdict) if is_known else "cannot tell them apart"
+    return is_known and verdict.sure, takes + beside + f": {how}" + where
+
+
+def _interval(row: Row) -> str:
+    """The 95 % interval of a row's median."""
+    found = summarize(row["samples_ms"])
+    low, high = found["ci_low"], found["ci_high"]
+    if low is None or high is None:
+        return ""
+    return f" [{quantity(low, 'ms')}, {quantity(high, 'ms')}]"
+
+
+def _cause(rows: list[Row]) -> str:
+    """What probably made samples scatter, where a case says so, and the cure."""
+    both = [(row.get("machine_before") or {}, row.get("machine_after") or {}) for row in rows]
+    if reasons := {reason for states in both for reason in throttled(*states)}:
+        return f"; the GPU was slowed down ({', '.join(sorted(reasons))}), so run again later"
+    states = [
+        row.get("machine_after") or {} for row in rows if row["config"].get("device") == "cpu"
+    ]
+    loads = [(each["load_1min"], each["cpus"]) for each in states if each.get("cpus")]
+    load, cpus = max(loads, default=(0.0, 1))
+    if load <= 1.5 * cpus:
+        return ""
+    return f"; load {load:.1f} on {plural(cpus, 'core')}, so run again when it is idle"
+
+
+def _ms(row: Row) -> str:
+    return quantity(statistics.median(row["samples_ms"]), "ms")
+
+
+def _peak(rows: list[Row]) -> str | None:
+    """The phase in which memory peaks, of rows that weigh phases."""
+    phases = [
+        row
+        for row in rows
+        if row["status"] == "ok" and row.get("kind") == "phase" and "peak_bytes" in row
+    ]
+    if not phases:
+        return None
+    top = max(phases, key=lambda row: float(row["peak_bytes"]))
+    return (
+        f"Memory peaks at {quantity(top['peak_bytes'], 'B')}, in the phase {top['phase']} "
+        f"({top['label']})."
+    )
+
+
+def _unstable(rows: list[Row]) -> str | None:
+    timed = [row for row in rows if row["status"] == "ok" and row.get("samples_ms")]
+    if not timed:
+        return None
+    shaky = int((~steady(with_summary(to_frame(timed)))).sum())
+    if not shaky:
+        return None
+    return (
+        f"{shaky} of {plural(len(timed), 'timed figure')} scatter or drift too much to quote, or "
+        f"are too short for the timer, and take part in no ratio{_cause(timed)}."
+    )

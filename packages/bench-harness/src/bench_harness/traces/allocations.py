@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_harness.core import Row
 from bench_harness.traces import kineto
@@ -45,48 +45,40 @@ NO_PHASE = ""
 FIRST = "first step"
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """A block of memory from its allocation to its release.
 
     Attributes:
+        event: its allocation.
         first, last: indices of the events that allocated and released it; ``last`` is None if it
             outlived the recording.
     """
 
-    nbytes: int
+    event: MemoryEvent
     first: int
     last: int | None
-    phase: str
-    source: str
-    stack: tuple[str, ...] = ()
 
 
 def follow(events: Sequence[MemoryEvent]) -> list[Allocation]:
     """Pairs allocations with releases; releases of blocks from before the recording are ignored."""
-    open_blocks: dict[int, tuple[int, MemoryEvent]] = {}
+    open_blocks: dict[int, tuple[MemoryEvent, int]] = {}
     found: list[Allocation] = []
     for index, event in enumerate(events):
         if event.nbytes > 0:
-            open_blocks[event.address] = (index, event)
+            open_blocks[event.address] = (event, index)
         elif event.address in open_blocks:
-            first, began = open_blocks.pop(event.address)
-            found.append(_allocation(began, first, index))
-    found += [_allocation(event, first, None) for first, event in open_blocks.values()]
+            found.append(Allocation(*open_blocks.pop(event.address), index))
+    found += [Allocation(*began, None) for began in open_blocks.values()]
     return sorted(found, key=lambda block: block.first)
-
-
-def _allocation(event: MemoryEvent, first: int, last: int | None) -> Allocation:
-    return Allocation(event.nbytes, first, last, event.phase, event.source, event.stack)
 
 
 def allocated_after(events: Sequence[MemoryEvent], blocks: Iterable[Allocation]) -> list[int]:
     """Bytes in use after each event, of the blocks given."""
     changes = [0] * (len(events) + 1)
     for block in blocks:
-        changes[block.first] += block.nbytes
+        changes[block.first] += block.event.nbytes
         if block.last is not None:
-            changes[block.last] -= block.nbytes
+            changes[block.last] -= block.event.nbytes
     total, totals = 0, []
     for change in changes[:-1]:
         total += change
@@ -111,7 +103,8 @@ def timeline(events: Sequence[MemoryEvent], phases: Sequence[str]) -> Row:
     """Bytes in use over time, by the phase that allocated them, thinned without losing peaks."""
     blocks = follow(events)
     series = {
-        phase: allocated_after(events, [b for b in blocks if b.phase == phase]) for phase in phases
+        phase: allocated_after(events, [b for b in blocks if b.event.phase == phase])
+        for phase in phases
     }
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     stretch = max(1, -(-len(events) // _POINTS))
@@ -137,8 +130,8 @@ def largest(events: Sequence[MemoryEvent], count: int) -> list[Row]:
     The stack is that of most of their blocks.
     """
     groups: dict[tuple[int, str, str], Counter[tuple[str, ...]]] = defaultdict(Counter)
-    for block in follow(events):
-        groups[block.nbytes, block.phase, block.source][block.stack] += 1
+    for each, *_ in follow(events):
+        groups[each.nbytes, each.phase, each.source][each.stack] += 1
     ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -item[1].total()))
     return [
         {

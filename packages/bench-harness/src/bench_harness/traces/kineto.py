@@ -79,6 +79,7 @@ def load(path: Path) -> Trace:
         for event in map(_event, by_category[category])
         if event.correlation is not None
     }
+    host: dict[str, Any] = {"ranges": ranges, "backward": backward, "launches": launches}
     if by_category["kernel"]:
         kernels = [_event(e) for e in by_category["kernel"]]
         copies = [_event(e) for c in ("gpu_memcpy", "gpu_memset") for e in by_category[c]]
@@ -95,9 +96,7 @@ def load(path: Path) -> Trace:
             communication=[event for event in [*kernels, *copies] if moves(event)],
             operators=kernels,
             copies=[c for c in copies if not moves(c)],
-            ranges=ranges,
-            backward=backward,
-            launches=launches,
+            **host,
         )
     spans = [r for r in ranges if r.name.startswith("gloo:")]
     workers = {span.thread for span in spans}
@@ -109,13 +108,7 @@ def load(path: Path) -> Trace:
         ]
     )
     return Trace(
-        on_device=False,
-        compute=outermost,
-        communication=spans,
-        operators=operators,
-        ranges=ranges,
-        backward=backward,
-        launches=launches,
+        on_device=False, compute=outermost, communication=spans, operators=operators, **host
     )
 
 

@@ -140,9 +140,7 @@ def _launched(trace: Trace, window: Interval) -> list[tuple[str, int, int]]:
         return "optimizer" if optimizer(host) else "backward" if backward(host) else "forward"
 
     inside = [e for e in trace.compute if window[0] <= e.start_ns < window[1]]
-    launches = (
-        (trace.launches.get(e.correlation or -1) if trace.on_device else e, e) for e in inside
-    )
+    launches = ((trace.host(event), event) for event in inside)
     ordered = [(host, e) for host, e in launches if host is not None and "Graph" not in host.name]
     runs: list[tuple[str, int, int]] = []
     after_backward = not (trace.backward or marks)

@@ -96,6 +96,10 @@ class Trace:
         """The windows recorded by :func:`phase` under ``name``, in order."""
         return sorted(r.interval for r in self.ranges if r.name == PHASE + name)
 
+    def host(self, event: Event) -> Event | None:
+        """The host's call that launched a kernel, as far as it is known; on a CPU the operator."""
+        return self.launches.get(event.correlation or -1) if self.on_device else event
+
     def overlap(self, window: Interval) -> Overlap:
         """Computation against communication inside a window."""
         return overlap(
@@ -230,7 +234,6 @@ def time_inside(
     )
     totals: dict[str, int] = defaultdict(int)
     for event in trace.operators:
-        host = trace.launches.get(event.correlation or -1) if trace.on_device else event
-        if inside(host):
+        if inside(trace.host(event)):
             totals[kind(event.name)] += event.self_ns
     return dict(totals)

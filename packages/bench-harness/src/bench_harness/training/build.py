@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 from basics_model import CapturedStep
 from bench_harness.core import CaseSkipped
-from bench_harness.subject import workload_of
 from bench_harness.training import settings as of
-from bench_harness.training.constructors import Call, construct
-from bench_harness.training.optimizers import (
+from bench_harness.training.adapters import (
     Parameters,
+    blocks_of,
     make_optimizer,
     matrix_names,
     state_bytes,
 )
-from bench_harness.training.wrappers import blocks_of
+from bench_harness.training.constructors import Call, construct
+from bench_harness.user_code import workload_of
 from bench_harness.workload import attention_by_name
 
 if TYPE_CHECKING:
@@ -79,9 +79,16 @@ class Training:
         return self._step() if self.captured is None else self.captured()
 
     def _step(self) -> Tensor:
-        loss = self.forward()
-        self.backward(loss)
-        self.update()
+        return self.in_phases(lambda name: nullcontext())
+
+    def in_phases(self, mark: Callable[[str], AbstractContextManager[object]]) -> Tensor:
+        """A whole training step, with a context around "forward", "backward" and "optimizer"."""
+        with mark("forward"):
+            loss = self.forward()
+        with mark("backward"):
+            self.backward(loss)
+        with mark("optimizer"):
+            self.update()
         return loss.detach()
 
     def capture(self) -> None:

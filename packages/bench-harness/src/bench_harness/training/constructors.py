@@ -2,8 +2,8 @@
 
 A short name stands for a constructor, ``package.module:name``. Its arguments are those of the
 constructor's own signature. Where this package has to do more than to call it, a function of
-:mod:`bench_harness.training.wrappers` or :mod:`bench_harness.training.optimizers` calls it, and
-the arguments of that function come on top: ``**arguments`` are passed on.
+:mod:`bench_harness.training.adapters` calls it, and the arguments of that function come on top:
+``**arguments`` are passed on.
 
 Signatures are read where a variant has arguments, in a process of their own unless this one has
 imported torch.
@@ -18,8 +18,8 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from bench_harness import process
 from bench_harness.convert import converted
@@ -43,7 +43,7 @@ class Constructor:
     Attributes:
         title: how a label names it.
         target: ``package.module:name``; "" for none.
-        through: the function of this package that calls it; "" where it is called itself.
+        through: the function of this package that calls it; "" for none.
         words: texts that stand for None, which TOML does not have.
         first: arguments that labels give first, before the order of the signature.
         of_class: arguments of the class whose default is another one here. They hold where the
@@ -62,21 +62,21 @@ class Constructor:
     steps_before_recording: int = 1
 
 
-_HERE = "bench_harness.training"
+_ADAPTERS = "bench_harness.training.adapters"
 
 
 def _optimizer(title: str, target: str, through: str) -> Constructor:
     return Constructor(
         title=title,
         target=target,
-        through=f"{_HERE}.optimizers:{through}",
+        through=f"{_ADAPTERS}:{through}",
         first=("lr", "fused", "offload_state"),
         unlabelled=("lr",),
     )
 
 
 def _averaging(name: str) -> Constructor:
-    return Constructor(title=name, target=f"ddp_lite:{name}", through=f"{_HERE}.wrappers:averaging")
+    return Constructor(title=name, target=f"ddp_lite:{name}", through=f"{_ADAPTERS}:averaging")
 
 
 WRAPPERS: Mapping[str, Constructor] = {
@@ -87,7 +87,7 @@ WRAPPERS: Mapping[str, Constructor] = {
     "bucketed": Constructor(
         title="BucketedDDP",
         target="ddp_lite:BucketedDDP",
-        through=f"{_HERE}.wrappers:bucketed",
+        through=f"{_ADAPTERS}:bucketed",
         words=("one", "same"),
         first=("bucket_size_mb", "last_bucket_size_mb", "copy", "wire_dtype"),
         of_class=(("comm_hook", "auto"),),
@@ -96,18 +96,18 @@ WRAPPERS: Mapping[str, Constructor] = {
     "torch-ddp": Constructor(
         title="torch DDP",
         target="torch.nn.parallel:DistributedDataParallel",
-        through=f"{_HERE}.wrappers:torch_ddp",
+        through=f"{_ADAPTERS}:torch_ddp",
         steps_before_recording=11,
     ),
     "fsdp2": Constructor(
         title="FSDP2",
         target="torch.distributed.fsdp:fully_shard",
-        through=f"{_HERE}.wrappers:fsdp2",
+        through=f"{_ADAPTERS}:fsdp2",
     ),
     "fully-sharded": Constructor(
         title="FullyShardedDataParallel",
         target="shard_optim:FullyShardedDataParallel",
-        through=f"{_HERE}.wrappers:fully_sharded",
+        through=f"{_ADAPTERS}:fully_sharded",
         first=("reshard_after_forward", "compute_dtype", "reduce_dtype", "prefetch"),
     ),
 }
@@ -115,7 +115,6 @@ OPTIMIZERS: Mapping[str, Constructor] = {
     "adamw": _optimizer("AdamW", "torch.optim:AdamW", "plain"),
     "sgd": _optimizer("SGD", "torch.optim:SGD", "plain"),
     "muon": _optimizer("Muon", "torch.optim:Muon", "muon"),
-    "adamw-basics": _optimizer("basics_model.AdamW", "basics_model:AdamW", "basics"),
     "zero-redundancy": _optimizer(
         "ZeroRedundancyOptimizer",
         "torch.distributed.optim:ZeroRedundancyOptimizer",
@@ -186,9 +185,8 @@ def _written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-@dataclass(frozen=True)
-class Argument:
-    """An argument that a constructor takes.
+class Argument(NamedTuple):
+    """An argument that a constructor takes, as JSON.
 
     Attributes:
         default: None also where it is no number, text or truth value.
@@ -196,21 +194,7 @@ class Argument:
     """
 
     default: Any
-    kinds: tuple[str, ...] = field(default=("any",))
-
-    def checked(self, what: str, value: Any, words: tuple[str, ...]) -> Any:
-        """A value that fits: whole numbers become floats where the constructor takes floats.
-
-        Raises:
-            ValueError: it does not fit; the message says what does.
-        """
-        if value in words and "None" in self.kinds:
-            return value
-        quoted = [kind[1:-1] for kind in self.kinds if kind.startswith("'")]
-        texts = (*quoted, *(words if "None" in self.kinds else ()))
-        hints = [Literal[texts]] if texts else []
-        hints += [_KINDS[kind] for kind in self.kinds if kind in _KINDS]
-        return converted(what, value, functools.reduce(operator.or_, hints))
+    kinds: list[str]
 
 
 #: The arguments of a constructor by name, in the order in which labels give them.
@@ -229,32 +213,27 @@ def signature(name: str) -> Signature:
 @functools.cache
 def _signatures() -> dict[str, Signature]:
     found = every() if "torch" in sys.modules else process.asked(every, timeout_s=_LIMIT_S)
-    return {
-        name: {key: Argument(default, tuple(kinds)) for key, (default, kinds) in each.items()}
-        for name, each in found.items()
-    }
+    return {n: {key: Argument(*each) for key, each in own.items()} for n, own in found.items()}
 
 
-def every(progress: process.Progress | None = None) -> dict[str, dict[str, tuple[Any, list[str]]]]:
-    """Default and kinds of every argument of every short name, as JSON; imports torch."""
+def every(progress: process.Progress | None = None) -> dict[str, Signature]:
+    """The signatures of all short names; imports torch."""
     return {name: _arguments(known) for name, known in _EVERY.items()}
 
 
-def _arguments(known: Constructor) -> dict[str, tuple[Any, list[str]]]:
-    found: dict[str, tuple[Any, list[str]]] = {}
-    passes_on = True
-    if known.through:
-        function = imported(known.through, "constructor")
-        found = _own(function)
-        kinds = [each.kind for each in inspect.signature(function).parameters.values()]
-        passes_on = inspect.Parameter.VAR_KEYWORD in kinds
-    if known.target and passes_on:
+def _arguments(known: Constructor) -> Signature:
+    if not known.through:  # of no wrapper
+        return {}
+    function = imported(known.through, "constructor")
+    found = _own(function)
+    kinds = [each.kind for each in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
         found = {**_own(imported(known.target, "constructor")), **found}
     order = [name for name in known.first if name in found]
     return {name: found[name] for name in dict.fromkeys([*order, *found])}
 
 
-def _own(function: Callable[..., Any]) -> dict[str, tuple[Any, list[str]]]:
+def _own(function: Callable[..., Any]) -> Signature:
     """Arguments with a default that can be written as text."""
     scope = inspect.getmodule(function)
     found = {}
@@ -265,7 +244,7 @@ def _own(function: Callable[..., Any]) -> dict[str, tuple[Any, list[str]]]:
         default = parameter.default if plain else None
         kinds = _kinds(parameter.annotation, default, vars(scope) if scope else {})
         if kinds and kinds != ["None"]:
-            found[name] = (default, kinds)
+            found[name] = Argument(default, kinds)
     return found
 
 
@@ -324,12 +303,30 @@ def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor
     takes = signature(name)
     refuse_unknown({key: value for key, value in given.items() if key != "name"}, takes, name)
     values = {
-        key: takes[key].checked(f"{name} key {key}", given[key], known[name].words)
+        key: _fitting(f"{name} key {key}", given[key], takes[key].kinds, known[name].words)
         for key in takes
         if key in given
     }
     changed = {key: value for key, value in values.items() if value != takes[key].default}
     return Call.of({"name": name, **changed})
+
+
+def _fitting(what: str, value: Any, kinds: list[str], words: tuple[str, ...]) -> Any:
+    """A value that is of the kinds: whole numbers become floats where floats are taken.
+
+    Args:
+        words: that stand for None.
+
+    Raises:
+        ValueError: it is of another kind; the message says what fits.
+    """
+    words = words if "None" in kinds else ()
+    if value in words:
+        return value
+    texts = (*(kind[1:-1] for kind in kinds if kind.startswith("'")), *words)
+    hints = [Literal[texts]] if texts else []
+    hints += [_KINDS[kind] for kind in kinds if kind in _KINDS]
+    return converted(what, value, functools.reduce(operator.or_, hints))
 
 
 def short(name: str, known: Mapping[str, Constructor]) -> str:
@@ -357,7 +354,7 @@ def construct(role: str, call: Call, around: Any) -> Any:
 
     Args:
         role: "wrapper" or "optimizer", for errors.
-        around: the module, or what :class:`bench_harness.training.optimizers.Parameters` holds.
+        around: the module, or what :class:`bench_harness.training.adapters.Parameters` holds.
 
     Raises:
         CaseSkipped: it cannot run here; the text says why.
@@ -368,7 +365,7 @@ def construct(role: str, call: Call, around: Any) -> Any:
     known = _EVERY[call.name]
     takes = _arguments(known)
     for key, value in arguments.items():
-        if isinstance(value, str) and "dtype" in takes[key][1]:
+        if isinstance(value, str) and "dtype" in takes[key].kinds:
             arguments[key] = dtype_of(value)
         elif value in known.words:
             arguments[key] = None

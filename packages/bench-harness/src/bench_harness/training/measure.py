@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
-from bench_harness.attentions import ran_in_model
 from bench_harness.core import CaseSkipped, Row
-from bench_harness.distributed import on_rank_0, slowest_of, slowest_rank, sweep
-from bench_harness.flops import step_work, training_flops
-from bench_harness.roofline import ceilings, step_bytes
-from bench_harness.timing import Enough, gpu_now, synchronize
+from bench_harness.distributed import on_rank_0, slowest_rank
+from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
+from bench_harness.timing import Samples, gpu_now, in_turns, record_sample, synchronize
 from bench_harness.traces import kineto
 from bench_harness.traces.step import of_rank, over_ranks
 from bench_harness.traces.trace import phase
@@ -32,7 +30,13 @@ from bench_harness.training import moments, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import Training, training
 from bench_harness.training.constructors import Call, resolved
-from bench_harness.workload import compute_dtype, device_of, precision_context, shape_row
+from bench_harness.workload import (
+    compute_dtype,
+    device_of,
+    precision_context,
+    ran_in_model,
+    shape_row,
+)
 
 STEP = "step"
 #: Largest difference of the first losses between variants, relative to them, by precision.
@@ -63,29 +67,30 @@ def measure_rank(
     with _compiling():
         _prove(variants, rows, config, device, progress)
         link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
-        pairs, enough, round_number = list(zip(variants, rows, strict=True)), None, 0
-        while enough is None or not on_rank_0(enough.reached(row["samples_ms"] for row in rows)):
-            for variant, row in pairs if round_number % 2 == 0 else pairs[::-1]:
+        for number, pairs in in_turns(
+            lambda: zip(variants, rows, strict=True),
+            config,
+            lambda: (row["samples_ms"] for row in rows),
+            least=config["rounds"],
+            agreed=on_rank_0,
+        ):
+            for variant, row in pairs:
                 if "ended" not in row:
-                    progress(f"round {round_number + 1}: {row['variant']}")
-                    _one_round(variant, row, round_number, config, device, Path(folder))
-            if round_number == 0:
+                    progress(f"round {number + 1}: {row['variant']}")
+                    _one_round(variant, row, number, config, device, Path(folder))
+            if number == 0:
                 _compare_losses(variants, rows)
-            round_number += 1
-            if round_number == config["rounds"]:
-                enough = Enough(config)
     rows[0] |= link
     rates: dict[str, Row] = {}
     for variant, row in zip(variants, rows, strict=True):
         if "ended" not in row:
+            dtype = compute_dtype(variant.precision)
             if variant.precision not in rates:
                 with precision_context(variant.precision, device):
-                    rates[variant.precision] = ceilings(device, compute_dtype(variant.precision))
+                    rates[variant.precision] = ceilings(device, dtype)
             row |= rates[variant.precision]
             if "d_model" in row:  # of a user's model nothing is known
-                dtype = compute_dtype(variant.precision)
-                sequence = config["sequence"]
-                row["ran"] = ran_in_model(variant.attention, row, sequence, dtype, device)
+                row["ran"] = ran_in_model(variant.attention, {**config, **row}, dtype, device)
     return rows
 
 
@@ -94,24 +99,20 @@ def merged(ranks: list[Row]) -> Row:
     row = slowest_rank(ranks)
     if not row["samples_ms"]:  # skipped, or it did not agree
         return {name: value for name, value in row.items() if value not in ([], None)}
-    for name in ("peak_gib", "device_allocations", "compilations"):
+    for name in ("peak_gib", "device_allocations", "compilations", "memory", "all_reduce"):
         if name in row:
-            row[name] = max(rank[name] for rank in ranks)
-    moments_of_ranks = zip(*(rank["memory"] for rank in ranks), strict=True)
-    row["memory"] = [
-        {
-            name: max(rank[name] for rank in moment) if isinstance(value, int) else value
-            for name, value in moment[0].items()
-        }
-        for moment in moments_of_ranks
-    ]
-    if "all_reduce" in row:
-        sweeps = zip(*(rank["all_reduce"]["samples_ms"] for rank in ranks), strict=True)
-        samples_ms = [slowest_of(list(size)) for size in sweeps]
-        row["all_reduce"] = {**row["all_reduce"], "samples_ms": samples_ms}
-    if "communication_ms" in row:
-        row |= over_ranks(ranks)
-    return row
+            row[name] = _largest([rank[name] for rank in ranks])
+    return row | (over_ranks(ranks) if "communication_ms" in row else {})
+
+
+def _largest(values: Sequence[Any]) -> Any:
+    """The largest of each number in values of one shape; texts and gaps are all alike."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: _largest([each[name] for each in values]) for name in first}
+    if isinstance(first, list):
+        return [_largest(each) for each in zip(*values, strict=True)]
+    return max(values) if isinstance(first, int | float) else first
 
 
 def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
@@ -191,8 +192,14 @@ def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.
     with training(variant, config, device) as steps:
         largest = max(p.nbytes for p in steps.workload.module.parameters())
         sizes = [max(4096, 4 * steps.numel // share) for share in _SWEEP_SHARES]
-    samples_ms = sweep(sizes, device, warmup=3, samples=10)
-    link = {"size_bytes": sizes, "samples_ms": samples_ms}
+    link: Row = {"size_bytes": sizes, "samples_ms": []}
+    for size in sizes:
+        vector, timed = torch.zeros(size // 4, device=device), Samples()
+        for _ in range(3 + 10):
+            dist.barrier()
+            with record_sample(timed, device):
+                dist.all_reduce(vector)
+        link["samples_ms"].append(timed.wall_ms[3:])  # after the warm-up
     return {"all_reduce": link, "largest_parameter_bytes": largest}
 
 

@@ -86,12 +86,7 @@ def measure_rank(
                 steps.step()
         dist.barrier()
         with phase(STEP, device):
-            with mark("forward", device):
-                loss = steps.forward()
-            with mark("backward", device):
-                steps.backward(loss)
-            with mark("optimizer", device):
-                steps.update()
+            steps.in_phases(lambda name: mark(name, device))
         return {**facts(steps), **steps.stats()}
 
 

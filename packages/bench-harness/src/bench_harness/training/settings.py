@@ -12,7 +12,7 @@ anything else than what was measured::
 A wrapper or an optimizer is a name, or a table with ``name`` and arguments, which are checked
 against the signature of its constructor (:mod:`bench_harness.training.constructors`). As text, for
 the command line, a variant is ``bucketed(bucket_size_mb=100) + zero-redundancy``
-(:mod:`bench_harness.training.calls`). ``package.module:name`` in place of a name is any class that
+(:mod:`bench_harness.convert`). ``package.module:name`` in place of a name is any class that
 can be imported; its arguments are checked before anything is measured
 (:mod:`bench_harness.user_code`).
 """
@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from bench_harness.convert import converted
-from bench_harness.training.calls import parse_call, parse_variant
+from bench_harness.convert import converted, parse_call, parse_variant
 from bench_harness.training.constructors import (
     OPTIMIZERS,
     WRAPPERS,
@@ -234,7 +233,7 @@ def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Setti
     """A variant from a preset.
 
     Args:
-        variant: a table, or text as in :mod:`bench_harness.training.calls`. Arguments of the
+        variant: a table, or text as in :mod:`bench_harness.convert`. Arguments of the
             wrapper may stand in the table itself.
         defaults: values of ``optimizer`` and of :data:`SHARED` that the variant does not give.
 

@@ -147,7 +147,7 @@ def explain(
     ranks = ranks_of(group)
     if ranks is None:
         return "no other rank: one call of flash_attention"
-    (_, k, v), problem, starts = _packed_problem(query, key, value, **keywords)
+    (_, k, v), problem, starts = packed_problem(query, key, value, **keywords)
     rows = 0 if problem.packed else len(query)
     order = order_of_rank(ranks, len(k), rows, None if starts is None else starts_of(starts))
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
@@ -170,16 +170,14 @@ def _attention(
     group: Group,
     **keywords: Unpack[ContextKeywords],
 ) -> Any:
-    (q, k, v), problem, starts = _packed_problem(query, key, value, **keywords)
+    (q, k, v), problem, starts = packed_problem(query, key, value, **keywords)
     ranks = ranks_of(group)
     if ranks is None:
         return _alone(query, key, value, starts, **keywords)
-    rows, (left, right) = 0 if problem.packed else len(query), problem.band
+    rows = 0 if problem.packed else len(query)
     out, lse = context_forward(
         q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
-        -1 if left is None else left, -1 if right is None else right, problem.scale,
-        problem.softcap or 0.0, problem.deterministic, problem.implementation,
-        keywords.get("communication", "auto"),
+        keywords.get("communication", "auto"), *problem.pack(),
     )  # fmt: skip
     if rows:
         out = out.unflatten(0, (rows, -1))  # "bshd"
@@ -208,7 +206,7 @@ def _alone(
     return flash_attention_varlen(query, key, value, starts, starts, **options)
 
 
-def _packed_problem(
+def packed_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,

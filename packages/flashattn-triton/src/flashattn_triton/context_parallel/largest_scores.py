@@ -6,7 +6,7 @@ scores of all ranks are joined by their maximum, so that every rank shrinks the 
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from flashattn_triton import score_maximum
 from flashattn_triton.context_parallel.agreement import lost_ranks_named
-from flashattn_triton.context_parallel.attention import ContextKeywords, _packed_problem
-from flashattn_triton.context_parallel.choice import heads_of_piece
-from flashattn_triton.context_parallel.communication import gather
-from flashattn_triton.context_parallel.operator import _setting
+from flashattn_triton.context_parallel.attention import ContextKeywords, packed_problem
+from flashattn_triton.context_parallel.operator import setting_of
+from flashattn_triton.context_parallel.schedules import gathered
 from flashattn_triton.context_parallel.tokens import Group, ranks_of
 
 
@@ -45,9 +44,9 @@ def largest_scores(
         TypeError: not a tensor, or not a group.
         RankLostError: a rank is lost, or does not come.
     """
-    (q, k, _), problem, starts = _packed_problem(query, key, key, **keywords)
+    (q, k, _), problem, starts = packed_problem(query, key, key, **keywords)
     ranks = ranks_of(group)
-    rows, (left, right) = 0 if problem.packed else len(query), problem.band
+    rows = 0 if problem.packed else len(query)
     if ranks is None:
         if starts is None:
             starts = torch.arange(0, len(q) + 1, max(1, len(q) // max(1, rows)))
@@ -55,24 +54,19 @@ def largest_scores(
         return score_maximum.largest_scores(
             q, k, cu_seqlens_q=starts, cu_seqlens_k=starts, scale=problem.scale,
             softcap=problem.softcap, implementation=problem.implementation,
-            causal=right == 0, window=problem.window,
+            causal=problem.band[1] == 0, window=problem.window,
         )  # fmt: skip
-    _, setting = _setting(
-        "largest scores", q, k, k, None, starts, rows, "all-gather", ranks.group_name,
-        -1 if left is None else left, -1 if right is None else right, problem.scale,
-        problem.softcap or 0.0, problem.deterministic, problem.implementation, "messages",
+    _, setting = setting_of(
+        "largest scores", q, k, k, None, starts, rows, "all-gather", ranks.group_name, "messages",
+        *problem.pack(),
     )  # fmt: skip
-    options: dict[str, Any] = dict(setting.options)
-    groups, ratio = k.shape[1], q.shape[1] // k.shape[1]
-    size, found = heads_of_piece(groups), q.new_full((q.shape[1],), float("-inf")).float()
-    for first in range(0, groups, size):
-        heads = slice(first * ratio, min(first + size, groups) * ratio)
-        keys = gather(ranks, setting.order, k[:, first : first + size]).wait()
+    found = q.new_full((q.shape[1],), float("-inf")).float()
+    for heads, (keys,) in gathered(setting, q, k):
         for call in setting.calls(None):
-            (causal, window), (starts_q, starts_k) = call.mask, call.starts(q.device)
+            starts_q, starts_k = call.starts(q.device)
             part = score_maximum.largest_scores(
                 q[call.queries, heads], keys[call.keys], cu_seqlens_q=starts_q,
-                cu_seqlens_k=starts_k, causal=causal, window=window, **options,
+                cu_seqlens_k=starts_k, **setting.options(call),
             )  # fmt: skip
             found[heads] = torch.maximum(found[heads], part)
     with lost_ranks_named(ranks, "the maximum of the scores"):

@@ -24,9 +24,10 @@ from flashattn_triton.context_parallel.agreement import agree
 from flashattn_triton.context_parallel.choice import choose
 from flashattn_triton.context_parallel.schedules import Results, Setting
 from flashattn_triton.context_parallel.tokens import order_of, starts_of, zigzag
-from flashattn_triton.context_parallel.zigzag import Band, Zigzag
+from flashattn_triton.context_parallel.zigzag import Zigzag
 from flashattn_triton.logsumexp import sinks_gradient
-from flashattn_triton.problem import heads_first
+from flashattn_triton.op import NUMBERS
+from flashattn_triton.problem import Problem, heads_first
 
 # Forward and backward.
 _WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -35,8 +36,7 @@ _WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 _ARGUMENTS = (
-    "Tensor? sinks, Tensor? cu_seqlens, int rows, str way, str group, int left, int right, "
-    "float scale, float softcap, bool deterministic, str implementation, str communication"
+    f"Tensor? sinks, Tensor? cu_seqlens, int rows, str way, str group, str communication, {NUMBERS}"
 )
 
 
@@ -51,9 +51,9 @@ def context_forward(
     """Output (n, H, E) in query's dtype and logsumexp (H, n) of packed tensors.
 
     ``cu_seqlens`` is on the CPU, or None for as many sequences of one length as there are ``rows``.
-    ``left`` and ``right`` are -1, and ``softcap`` is 0, for none.
+    The last arguments are those of :meth:`~flashattn_triton.Problem.pack`.
     """
-    way, setting = _setting("forward", query, key, value, sinks, *rest)
+    way, setting = setting_of("forward", query, key, value, sinks, *rest)
     out, lse = _WAYS[way][0](setting, query, key, value)
     return out, lse
 
@@ -71,7 +71,7 @@ def context_backward(
     grad_lse: Tensor | None, sinks: Tensor | None, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the inputs of ``context_forward``; that of sinks is empty if there are none."""
-    way, setting = _setting("backward", query, key, value, sinks, *rest)
+    way, setting = setting_of("backward", query, key, value, sinks, *rest)
     results = Results(out, lse, grad_out, grad_lse)
     gradients = _WAYS[way][1](setting, query, key, value, results)
     dq, dk, dv = (x.to(query.dtype) for x in gradients)
@@ -82,10 +82,9 @@ def context_backward(
     return dq, dk, dv, sinks_gradient(sinks, o, lse.unsqueeze(0), do, dl)
 
 
-def _setting(
+def setting_of(
     direction: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
-    cu_seqlens: Tensor | None, rows: int, way: str, group: Any, left: int, right: int, scale: float,
-    softcap: float, deterministic: bool, implementation: Any, communication: str,
+    cu_seqlens: Tensor | None, rows: int, way: str, group: Any, communication: str, *numbers: Any,
 ) -> tuple[str, Setting]:  # fmt: skip
     """The way and what it needs, once all ranks have agreed on it. Collective.
 
@@ -94,6 +93,8 @@ def _setting(
         RankLostError: a rank is lost.
     """
     ranks: dist.ProcessGroup = _resolve_process_group(group)
+    problem = Problem.unpack(numbers)
+    left, right = (-1 if x is None else x for x in problem.band)
     starts, n = None if cu_seqlens is None else starts_of(cu_seqlens), len(query)
     if starts is None:
         tokens = f"{rows} x {n // rows}"
@@ -108,27 +109,20 @@ def _setting(
         ("key", str(tuple(key.shape[1:]))),
         ("value", str(tuple(value.shape[1:]))),
         ("visible positions before and after", f"({left}, {right})"),
-        ("scale and softcap", f"({scale}, {softcap})"),
+        ("scale and softcap", f"({problem.scale}, {problem.softcap or 0.0})"),
         ("sinks", str(sinks is not None)),
     )
     agree(ranks, facts, starts, query.device)
     order = order_of_rank(ranks, n, rows, starts)
-    band: Band = (None if left < 0 else left, None if right < 0 else right)
     if way == "auto":
         width = key.shape[2] + value.shape[2]
-        way = choose(order, band, key.shape[1], width, key.element_size()).way
+        way = choose(order, problem.band, key.shape[1], width, key.element_size()).way
     return way, Setting(
         group=ranks,
         order=order,
-        band=band,
+        problem=problem,
         sinks=sinks,
         communication=communication,
-        options={
-            "scale": scale,
-            "softcap": softcap or None,
-            "deterministic": deterministic,
-            "implementation": implementation,
-        },
     )
 
 

@@ -30,25 +30,23 @@ from flashattn_triton.context_parallel.choice import heads_of_piece
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
 from flashattn_triton.context_parallel.peer_memory import memory_for
 from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
-from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
+from flashattn_triton.context_parallel.zigzag import Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
-from flashattn_triton.problem import OptionKeywords
+from flashattn_triton.problem import OptionKeywords, Problem
 
 
 @dataclass(frozen=True)
 class Setting:
     """One rank's place in the problem.
 
-    ``sinks``: (H,) or None. ``communication``: of a ring. ``options``: keywords of every call:
-    scale, softcap, deterministic and implementation.
+    ``problem``: of all ranks' tokens. ``sinks``: (H,) or None. ``communication``: of a ring.
     """
 
     group: dist.ProcessGroup
     order: Zigzag
-    band: Band
+    problem: Problem
     sinks: Tensor | None
     communication: str
-    options: OptionKeywords
 
     @property
     def rank(self) -> int:
@@ -57,7 +55,20 @@ class Setting:
 
     def calls(self, source: int | None, rank: int | None = None) -> tuple[Call, ...]:
         """The calls for this rank's queries and the keys of ``source``, of all ranks if None."""
-        return self.order.calls(self.rank if rank is None else rank, source, self.band)
+        return self.order.calls(self.rank if rank is None else rank, source, self.problem.band)
+
+    def options(self, call: Call) -> OptionKeywords:
+        """Keywords of a call."""
+        causal, window = call.mask
+        problem = self.problem
+        return {
+            "causal": causal,
+            "window": window,
+            "scale": problem.scale,
+            "softcap": problem.softcap,
+            "deterministic": problem.deterministic,
+            "implementation": problem.implementation,
+        }
 
     def is_read(self, step: int) -> bool:
         """Whether the rank ``step`` behind this one has calls for this rank's keys."""
@@ -190,7 +201,7 @@ def all_gather_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (n, H, E) in query's dtype, and logsumexp (H, n)."""
     out, lse = _before_all_keys(query, value, query.dtype)
-    for heads, (k, v) in _gathered(setting, query, key, value):
+    for heads, (k, v) in gathered(setting, query, key, value):
         sinks = None if setting.sinks is None else setting.sinks[heads]
         for call in setting.calls(None):
             part, part_lse = _attend(setting, call, query[:, heads], k, v, sinks=sinks)
@@ -209,7 +220,7 @@ def all_gather_backward(
     dq = _zeros(query)
     summed: list[list[Tensor]] = []
     returning: list[UnderWay[Tensor]] = []  # of the piece before
-    for heads, (k, v) in _gathered(setting, query, key, value):
+    for heads, (k, v) in gathered(setting, query, key, value):
         into = (dq[:, heads], _zeros(k), _zeros(v))
         of_heads = results.of(slice(None), heads)
         for call in setting.calls(None):
@@ -221,21 +232,22 @@ def all_gather_backward(
     return dq, dk, dv
 
 
-def _gathered(
-    setting: Setting, query: Tensor, key: Tensor, value: Tensor
+def gathered(
+    setting: Setting, query: Tensor, *tensors: Tensor
 ) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Some query heads, and the keys and values of all ranks that they read, piece by piece.
+    """Some query heads, and what they read of all ranks' keys and values, piece by piece.
 
     While the caller uses a piece, the next one is on its way.
     """
-    groups, ratio = key.shape[1], query.shape[1] // key.shape[1]
+    groups = tensors[0].shape[1]
+    ratio = query.shape[1] // groups
     size = heads_of_piece(groups)
     coming: list[UnderWay[Tensor]] = []
     for start in range(0, groups + size, size):
         arrived = [x.wait() for x in coming]
         heads = slice(start, min(start + size, groups))
         if start < groups:
-            coming = [gather(setting.group, setting.order, x[:, heads]) for x in (key, value)]
+            coming = [gather(setting.group, setting.order, x[:, heads]) for x in tensors]
         if arrived:
             yield slice((start - size) * ratio, min(start, groups) * ratio), arrived
 
@@ -268,8 +280,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of the queries of ``call``, packed."""
     tensors = (query[call.queries], key[call.keys], value[call.keys])
-    causal, window = call.mask
-    options: Any = {"causal": causal, "window": window, **setting.options, **more}
+    options: Any = {**setting.options(call), **more}
     if call.is_dense:
         q, k, v = (x.unsqueeze(0) for x in tensors)
         out, lse = flash_attention(q, k, v, layout="bshd", return_lse=True, **options)
@@ -291,8 +302,7 @@ def _differentiate(
     q, k, v = (x[of] for x, of in zip(tensors, rows, strict=True))
     sums = [x[of] for x, of in zip(into, rows, strict=True)]
     out, lse, grad_out, grad_lse = results.of(call.queries)
-    causal, window = call.mask
-    options: Any = {"causal": causal, "window": window, **setting.options}
+    options: Any = {**setting.options(call)}
     if call.is_dense:
         q, k, v, out, lse, grad_out = (x.unsqueeze(0) for x in (q, k, v, out, lse, grad_out))
         sums = [x.unsqueeze(0) for x in sums]

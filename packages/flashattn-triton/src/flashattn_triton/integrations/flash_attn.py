@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.problem import CausalArgument, Window, normalise_flag
+from flashattn_triton.problem import PackedKeywords, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -119,14 +119,9 @@ def flash_attn_func(
         q,
         k,
         v,
-        causal=_alignment(causal),
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=_softcap(softcap),
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
         layout="bshd",
         return_lse=flag,
+        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic),
     )
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -187,13 +182,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k,
         max_seqlen_q,
         max_seqlen_k,
-        causal=_alignment(causal),
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=_softcap(softcap),
-        alibi_slopes=alibi_slopes,
-        deterministic=deterministic,
         return_lse=flag,
+        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic),
     )
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -313,13 +303,9 @@ def flash_attn_with_kvcache(
         k_cache,
         v_cache,
         key_lengths=lengths,
-        causal=_alignment(causal),
-        scale=softmax_scale,
-        window=_window(window_size),
-        softcap=_softcap(softcap),
-        alibi_slopes=alibi_slopes,
         layout="bshd",
         return_lse=normalise_flag("return_softmax_lse", return_softmax_lse),
+        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes),
     )
 
 
@@ -394,21 +380,28 @@ def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:
             )
 
 
-def _alignment(causal: bool) -> CausalArgument:
+def _options(
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool | None = None,
+) -> PackedKeywords:
+    """This package's keywords for flash-attn's arguments."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False, but got {causal!r}. Pass a bool.")
-    return "bottom-right" if causal else "bottom-right-window"
-
-
-def _window(window_size: tuple[int | None, int | None]) -> Window:
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise ValueError(
             f"window_size must be a pair (left, right) of integers, but got {window_size!r}. Use "
             f"(-1, -1) for no limit."
         )
     left, right = (None if size == -1 else size for size in window_size)
-    return left, right
-
-
-def _softcap(softcap: float) -> float | None:
-    return None if softcap == 0 else softcap
+    return {
+        "causal": "bottom-right" if causal else "bottom-right-window",
+        "scale": softmax_scale,
+        "window": (left, right),
+        "softcap": None if softcap == 0 else softcap,
+        "alibi_slopes": alibi_slopes,
+        "deterministic": deterministic,
+    }

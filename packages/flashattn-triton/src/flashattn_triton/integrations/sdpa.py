@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
+from flashattn_triton.mask_and_bias import broadcasts
 from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument
 
 
@@ -186,8 +187,7 @@ class _Call:
         if self.is_causal:
             return "attn_mask is given beside is_causal"
         scores = (*self.query.shape[:-1], self.key.shape[-2])
-        sizes = zip(mask.shape[::-1], scores[::-1], strict=False)
-        if mask.dim() > len(scores) or any(n not in (1, full) for n, full in sizes):
+        if not broadcasts(mask.shape, scores):
             return "an attn_mask that does not broadcast to the scores"
         return "attn_mask on another device" if mask.device != self.query.device else None
 

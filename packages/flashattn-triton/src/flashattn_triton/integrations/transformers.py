@@ -23,7 +23,7 @@ included), D head_dim, E head_dim of value, T tokens that are not padding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ UNSUPPORTED = {
     "indices": "a selection of keys for each query (sparse attention)",
 }
 
-# Errors of traced code, which must be complete before values are known.
+# Errors that traced code raises too, complete before values are known.
 PACKED_WHILE_TRACED = (
     "position_ids must number one sequence in each row where the model is traced (torch.compile, "
     f"torch.export) with {NAME}, but got rows of several. Pass where the sequences start as "
@@ -58,7 +58,7 @@ NO_BAND = (
     "rule that is none of these (such as blocks or a prefix that see ahead). Choose another "
     "attn_implementation."
 )
-STATIC_CACHE_WHILE_TRACED = (
+STATIC_CACHE = (
     f"The last query must be at the position of the last key for {NAME}, but got keys beyond it. "
     "Use a dynamic cache instead of a static one."
 )
@@ -233,8 +233,8 @@ def attention_forward(
                     f"{name} must be None with {NAME} over ranks, but got a tensor. Register it "
                     f"without context_parallel."
                 )
-        starts = cu_seq_lens_q
-        return _attend_over_ranks(query, key, value, context_parallel, starts, options), None
+        tensors = (query, key, value)
+        return _attend_over_ranks(tensors, context_parallel, cu_seq_lens_q, options), None
     traced = torch.compiler.is_compiling() and attention_mask is not None
     documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
     packed = cu_seq_lens_q is not None or (
@@ -255,14 +255,16 @@ def attention_forward(
             f"sequences of queries and of keys start, which may be one tensor."
         )
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
-        return _attend_packed(
-            query,
-            key,
-            value,
-            (cu_seq_lens_q, cu_seq_lens_k),
-            (kwargs.get("max_length_q"), kwargs.get("max_length_k")),
-            options,
-        ), None
+        if query.shape[0] != 1:
+            raise ValueError(
+                f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
+                f"{query.shape[0]}. Flatten the batch into one row."
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        starts = (cu_seq_lens_q, cu_seq_lens_k)
+        longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
+        out = flash_attention_varlen(q, k, v, *starts, *longest, **options)
+        return out[None], None
     if attention_mask is None or documents is not None:
         if documents is not None:
             options |= {"document_ids": documents, "max_documents": max_documents}
@@ -289,45 +291,18 @@ def _dropout_settings(module: nn.Module) -> str:
 
 
 def _attend_over_ranks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Any,
-    starts: Tensor | None,
-    options: dict[str, Any],
+    tensors: Sequence[Tensor], group: Any, starts: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Attention to the tokens of all ranks that share the sequences."""
     from flashattn_triton.context_parallel import context_parallel_attention
 
     if starts is None:
-        out = context_parallel_attention(query, key, value, group, layout="bhsd", **options)
+        q, k, v = tensors
+        out = context_parallel_attention(q, k, v, group, layout="bhsd", **options)
         return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in tensors)
     out = context_parallel_attention(q, k, v, group, cu_seqlens=starts, **options)
     return out.unsqueeze(0)  # type: ignore[no-any-return]
-
-
-def _attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: tuple[Tensor, Tensor],
-    longest: tuple[int | None, int | None],
-    options: dict[str, Any],
-) -> Tensor:
-    """Attention within the sequences that make up the only row of the batch."""
-    if query.shape[0] != 1:
-        raise ValueError(
-            f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
-            f"{query.shape[0]}. Flatten the batch into one row."
-        )
-    # Without them the kernels launch for the longest sequence that is possible.
-    longest_q, longest_k = (None if limit is None else int(limit) for limit in longest)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    cu_q, cu_k = (x.int() for x in starts)
-    out = flash_attention_varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, **options)
-    assert isinstance(out, Tensor)
-    return out[None]
 
 
 def _attend_masked(
@@ -479,16 +454,20 @@ def attention_mask(
     if mask_function is not None:
         queries = torch.arange(q_length, device=device) + (q_offset if traced else int(q_offset))
         keys = (kv_offset, kv_offset + kv_length - 1)
+        documents = _recognise(mask_function, batch_size, queries, keys, local_size)
+        several = (documents > 1).any()
         if traced:
-            documents = _recognise_traced(mask_function, batch_size, queries, keys, local_size)
             if attention_mask is None and packed and q_length == kv_length:
                 return documents
-            several = (documents > 1).any()
             if attention_mask is None:
                 return several
             torch._assert_async(~several, PACKED_WHILE_TRACED)
         else:
-            sequences, is_causal = _recognise(mask_function, batch_size, queries, keys, local_size)
+            sequences = documents.int() if several else None
+            if q_length > 1:  # a single query does not tell
+                batch = torch.zeros(1, dtype=torch.int64, device=device)
+                first, second = queries[:1], queries[1:2]
+                is_causal = not bool(mask_function(batch, batch, first, second).all())
     if attention_mask is None:
         return sequences
     padding = attention_mask[:, -kv_length:]
@@ -527,48 +506,20 @@ def _recognise(
     queries: Tensor,
     keys: tuple[int, int],
     local_size: int | None,
-) -> tuple[Tensor | None, bool | None]:
-    """The sequences in which the rule is a band, and whether it is causal.
-
-    Returns:
-        (B, N_k), or None if each row is only one; and None for a single query, which does not tell.
-    """
-    powers = (keys[1] - keys[0] + 1).bit_length()
-    agrees, at_an_end, sequences = _compare(
-        mask_function, batch_size, queries, keys, local_size, powers
-    )
-    if not agrees:
-        raise ValueError(NO_BAND)
-    if not at_an_end:
-        raise ValueError(
-            f"The last query must be at the position of the last key for {NAME}, but got queries "
-            f"up to {int(queries[-1])} and keys up to {keys[1]}. Use a dynamic cache "
-            f"instead of a static one."
-        )
-    is_causal = None
-    if len(queries) > 1:
-        batch = torch.zeros(1, dtype=torch.int64, device=queries.device)
-        is_causal = not bool(mask_function(batch, batch, queries[:1], queries[1:2]).all())
-    return sequences.int() if int(sequences.max()) > 1 else None, is_causal
-
-
-def _recognise_traced(
-    mask_function: MaskFunction,
-    batch_size: int,
-    queries: Tensor,
-    keys: tuple[int, int],
-    local_size: int | None,
 ) -> Tensor:
-    """The sequence of each key, (B, N_k) int64, from 1 on in each row.
+    """The sequence of each key, (B, N_k) int64, from 1 on in each row, within which it is a band.
 
-    The compiled code raises the errors of :func:`_recognise`. Lengths may be symbols, so that rules
-    are evaluated up to a distance of 2**20 in any case.
+    Compiled code raises the errors on the device. Lengths may be symbols there, so that rules are
+    evaluated up to a distance of 2**20 in any case.
     """
-    agrees, at_an_end, sequences = _compare(
-        mask_function, batch_size, queries, keys, local_size, powers=21
-    )
-    torch._assert_async(agrees, NO_BAND)
-    torch._assert_async(at_an_end, STATIC_CACHE_WHILE_TRACED)
+    traced = torch.compiler.is_compiling()
+    powers = 21 if traced else (keys[1] - keys[0] + 1).bit_length()
+    *facts, sequences = _compare(mask_function, batch_size, queries, keys, local_size, powers)
+    for fact, message in zip(facts, (NO_BAND, STATIC_CACHE), strict=True):
+        if traced:
+            torch._assert_async(fact, message)
+        elif not fact:
+            raise ValueError(message)
     return sequences
 
 

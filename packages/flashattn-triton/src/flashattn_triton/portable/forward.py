@@ -204,7 +204,9 @@ def flash_forward_kernel(
         K_ptr = rows_of_head(K_ptr, b, kv_h, first_key, (stride_kb, stride_kh, stride_kk), OPTIONS)
         V_ptr = rows_of_head(V_ptr, b, kv_h, first_key, (stride_vb, stride_vh, stride_vk), OPTIONS)
     O_ptr = rows_of_head(O_ptr, b, h, first_query, (stride_ob, stride_oh, stride_oq), OPTIONS)
-    L_ptr = rows_of_head(L_ptr, b, h, first_query, (stride_lb, stride_lh, 1), OPTIONS)
+    L_ptr += b * stride_lb + h * stride_lh
+    if OPTIONS.packed:
+        L_ptr += first_query
     mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
     offset = mask[0]
     bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)

@@ -26,12 +26,7 @@ def check_settings(
     prefetch: Any,
     cast_inputs: Any,
 ) -> None:
-    """Refuses arguments of the wrapper.
-
-    Raises:
-        TypeError: if one is of another type.
-        ValueError: if one has a value that does not work.
-    """
+    """Raises TypeError or ValueError for arguments of the wrapper that do not work."""
     for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype)):
         if not isinstance(dtype, (torch.dtype, type(None))):
             raise TypeError(
@@ -58,11 +53,7 @@ def check_settings(
 
 
 def check_folder(folder: Any) -> None:
-    """Refuses what is not a path.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
+    """Raises TypeError for what is not a path."""
     if not isinstance(folder, (str, os.PathLike)):
         raise TypeError(
             f"folder must be a path, but got {folder!r}. Pass the same one on every rank."
@@ -70,16 +61,7 @@ def check_folder(folder: Any) -> None:
 
 
 def check_background_group(group: Any, ranks: Mesh) -> None:
-    """Refuses a group that shards cannot be saved over in the background.
-
-    Args:
-        group: the group.
-        ranks: those that train the model.
-
-    Raises:
-        TypeError: if it is no process group.
-        ValueError: if it has other ranks.
-    """
+    """Raises TypeError for no process group, ValueError for one that cannot save."""
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"background_group must be a process group, but got {group!r}. Pass "
@@ -100,10 +82,6 @@ def check_background_group(group: Any, ranks: Mesh) -> None:
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
     """Refuses what cannot be wrapped.
-
-    Args:
-        module: the model.
-        wrapper: the class that wraps it.
 
     Raises:
         TypeError: if it is not a module.

@@ -17,7 +17,6 @@ class GradientStore:
     """Keeps the gradients of earlier backward passes apart from those of the present one.
 
     Args:
-        params: the parameters.
         sharded: whether the optimizer gets shards of their gradients.
     """
 

@@ -15,8 +15,6 @@ def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bo
     are left alone.
 
     Args:
-        modules: the modules.
-        device: where.
         reset: whether they get values here; otherwise another rank has them.
 
     Raises:

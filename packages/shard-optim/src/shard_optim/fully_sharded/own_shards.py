@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Bucket, Place, replicated_place
-from shard_optim.optimizer_class import Groups, all_params, settings_of
+from shard_optim.buckets import Bucket
 from shard_optim.origin import CHECKED, INSIDE, ORIGIN, sharded_in, sharded_of
-from shard_optim.shard_update import unshared
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import Place, replicated_place
+from shard_optim.shard_update import load_into, settings_of, unshared
 
 
 class StatesOfShards:
@@ -56,15 +57,9 @@ class StatesOfShards:
 
     def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
         """Replaces all state and hyperparameters, through the class's own loading."""
-        packed, number = [], 0
-        for local, new in zip(self._optimizer.param_groups, settings, strict=True):
-            members = list(range(number, number + len(local["params"])))
-            packed.append(settings_of(new) | {"params": members, ORIGIN: CHECKED})
-            number += len(members)
-        found = (states.get(index) for index, _ in self._held())
-        own = {number: unshared(state) for number, state in enumerate(found) if state}
+        found = {own: unshared(states.get(index, {})) for index, own in self._held()}
         with torch.no_grad():
-            self._optimizer.load_state_dict({"state": own, "param_groups": packed})
+            load_into(self._optimizer, found, settings, **{ORIGIN: CHECKED})
         for local in self._optimizer.param_groups:
             local.pop(ORIGIN, None)
 
@@ -73,9 +68,7 @@ class OwnShards(StatesOfShards):
     """Updates this rank's shards element by element.
 
     Args:
-        groups: the groups of parameters, all of one model.
         make: called with groups and ``kwargs``, makes the optimizer that updates them.
-        kwargs: for the class.
     """
 
     def __init__(

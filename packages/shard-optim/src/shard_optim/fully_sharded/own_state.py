@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shard_optim.bucket_layout import flat_slice
 from shard_optim.json_messages import tensor_bytes
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
@@ -25,6 +24,7 @@ from shard_optim.origin import (
     say_once,
     sharded_of,
 )
+from shard_optim.place import flat_slice
 
 # Elements of each whole tensor that are looked at when ranks compare what they load.
 _SAMPLED = 256

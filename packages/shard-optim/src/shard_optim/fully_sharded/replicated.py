@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lite.ranks import all_reduce
-from shard_optim.bucket_layout import check_gradient
+from shard_optim.communication import check_gradient
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import is_quantised
 from shard_optim.mesh import Mesh
@@ -28,28 +28,18 @@ _WORDS = "the all-reduce of small parameters' gradients"
 
 @dataclass
 class _Order:
-    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean.
+    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean."""
 
-    Attributes:
-        own: this rank's two numbers.
-        words: what this rank has done since the exchange before.
-        mean: of all ranks' numbers, on the CPU.
-        copied: when ``mean`` may be read; None for at once.
-    """
-
-    own: tuple[int, int]
-    words: str
-    mean: torch.Tensor
-    copied: torch.cuda.Event | None
+    own: tuple[int, int]  # this rank's two numbers
+    words: str  # what this rank has done since the exchange before
+    mean: torch.Tensor  # of all ranks' numbers, on the CPU
+    copied: torch.cuda.Event | None  # when ``mean`` may be read; None for at once
 
 
 class ReplicatedParameters:
     """The small parameters of a model.
 
     Args:
-        names: of the parameters, for errors.
-        params: the parameters, equal on all ranks.
-        ranks: to average over.
         compute_dtype: dtype that the model computes with; None for the parameters' own.
         device: where sums are made.
     """

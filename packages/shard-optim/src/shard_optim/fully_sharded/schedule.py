@@ -54,17 +54,11 @@ _SHARDS_OUTSIDE = (
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class UnitCall:
-    """Takes the place of a module's call: has its units gathered, then calls the module.
+    """Takes the place of a module's call: has its units gathered, then calls the module."""
 
-    Attributes:
-        schedule: what decides.
-        call: the module's own call, compiled or not.
-        units: whose parameters it reads.
-    """
-
-    schedule: Schedule
-    call: Callable[..., Any]
-    units: list[Unit]
+    schedule: Schedule  # what decides
+    call: Callable[..., Any]  # the module's own call, compiled or not
+    units: list[Unit]  # whose parameters it reads
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with whole parameters."""
@@ -76,16 +70,8 @@ class Schedule:
 
     Args:
         units: all units, in registration order, which know their slots.
-        replicated: the small parameters.
-        ranks: that train the model.
-        device: where it is.
         prefetch: how many units ahead of the present one are gathered.
         reshard: whether no unit stays gathered between forward and backward.
-
-    Attributes:
-        paused: whether backward passes keep whole gradients instead of reducing them.
-        generation: number of forwards that have begun.
-        history: of what this rank does to the model.
     """
 
     def __init__(
@@ -99,10 +85,10 @@ class Schedule:
         reshard: bool,
     ) -> None:
         self.units, self.replicated = list(units), replicated
-        self.paused = False
+        self.paused = False  # whether backward passes keep whole gradients instead of reducing them
         self._prefetch, self._reshard = prefetch, reshard
         self._slots = list(dict.fromkeys(unit.slot for unit in units))
-        self.generation = 0
+        self.generation = 0  # number of forwards that have begun
         self._number = {unit: number for number, unit in enumerate(units)}
         self._ranks, self._device = ranks, device
         holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
@@ -110,7 +96,7 @@ class Schedule:
         self._names = [name for holder in holders for name in holder.names]
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
         self._order_digest = 0  # of all gathers and reductions since the last exchange
-        self.history = History()
+        self.history = History()  # of what this rank does to the model
         self._in_forward = False
         self._expect_order(units)
         self._called: dict[Unit, None] = {}  # in this forward, in order of first calls
@@ -445,11 +431,7 @@ def _in_backward() -> bool:
 
 
 def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
-    """Refuses outputs in which no gradient was found, but could be hidden.
-
-    Raises:
-        TypeError: naming the remedy.
-    """
+    """Raises TypeError for outputs in which no gradient was found, but could be hidden."""
     known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
     leaves = pytree.tree_leaves(outputs)
     hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]

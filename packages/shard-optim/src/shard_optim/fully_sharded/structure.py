@@ -31,7 +31,6 @@ class StructureWatch:
     """Remembers which tensors and modules a model holds, and looks whether it still does.
 
     Args:
-        module: the wrapped module.
         history: takes the changes that ranks may make, but alike.
         ranks: hear of changes that no rank may make.
     """
@@ -85,10 +84,6 @@ class StructureWatch:
 
 def agree_on_trainable(changed: Sequence[tuple[str, bool]], ranks: Ranks) -> None:
     """Waits until every rank has frozen and unfrozen the same parameters as this one.
-
-    Args:
-        changed: names, and whether these parameters require gradients now.
-        ranks: the ranks.
 
     Raises:
         RuntimeError: if another rank changed other parameters, or none within the timeout.

@@ -19,16 +19,19 @@ from torch import Tensor
 
 from ddp_lite.ranks import start_all_reduce
 from ddp_lite.reduce import Waitable
-from shard_optim.bucket_layout import Place, check_gradient, in_dtype, in_memory_order, round_up
+from shard_optim.bucket_plan import round_up
 from shard_optim.communication import (
     Communication,
     all_gather,
     as_sent,
+    check_gradient,
+    in_dtype,
     traced,
 )
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import UnitPlan, is_quantised
 from shard_optim.mesh import Mesh
+from shard_optim.place import Place, in_memory_order
 
 # Parameters start at multiples of this many elements: at least the 128 bytes of a cache line.
 ALIGNMENT = 128
@@ -36,19 +39,12 @@ ALIGNMENT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one parameter is divided over the ranks.
+    """How one parameter is divided over the ranks."""
 
-    Attributes:
-        numel: elements of the whole parameter.
-        chunk: elements of each rank's range, padding included.
-        shard_offset: first element of the range in the rank's flat tensor of shards.
-        whole_offset: first element of the whole parameter in the buffer it is gathered into.
-    """
-
-    numel: int
-    chunk: int
-    shard_offset: int
-    whole_offset: int
+    numel: int  # elements of the whole parameter
+    chunk: int  # elements of each rank's range, padding included
+    shard_offset: int  # first element of the range in the rank's flat tensor of shards
+    whole_offset: int  # first element of the whole parameter in the buffer it is gathered into
 
     def owned(self, rank: int) -> tuple[int, int]:
         """The parameter's elements that ``rank`` holds, as (first, count)."""
@@ -69,19 +65,12 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducePlan:
-    """Where the averages of some of a unit's gradients lie in one flat tensor: at aligned offsets.
+    """Where averages of some of a unit's gradients lie in one flat tensor: at aligned offsets."""
 
-    Attributes:
-        positions: of the parameters.
-        sizes: of the parts to split the flat tensor into.
-        chunks: elements of each part that the reduction fills.
-        counts: elements of each part that belong to the parameter.
-    """
-
-    positions: list[int]
-    sizes: list[int]
-    chunks: list[int]
-    counts: list[int]
+    positions: list[int]  # of the parameters
+    sizes: list[int]  # of the parts to split the flat tensor into
+    chunks: list[int]  # elements of each part that the reduction fills
+    counts: list[int]  # elements of each part that belong to the parameter
 
     def parts(self, flat: Tensor, lengths: list[int]) -> Sequence[Tensor]:
         """The beginnings of the parts, of these lengths; usually these are the parts."""
@@ -92,13 +81,7 @@ class ReducePlan:
 
 
 def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
-    """Ranges back to back at aligned offsets.
-
-    Args:
-        positions: of the parameters to reduce.
-        cuts: of all parameters of the unit.
-        rank: which rank's ranges.
-    """
+    """Ranges back to back at aligned offsets."""
     chunks = [cuts[position].chunk for position in positions]
     return ReducePlan(
         positions=positions,
@@ -119,12 +102,6 @@ class Slot:
         numel: elements of the largest unit that uses it.
         dtype: of gathered parameters.
         device: where it lies.
-
-    Attributes:
-        whole: the buffer.
-        owner: the unit that was gathered into it last; None after the memory was freed.
-        generation: the forward in which that unit was gathered.
-        work: the gather of that unit, until it has been waited for.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -132,9 +109,10 @@ class Slot:
         self._memory, self._nbytes = self.whole.untyped_storage(), self.whole.nbytes
         self._held = True
         self._stream = self._current_stream()  # whose work the memory may be reused after
+        # The unit that was gathered into it last; None after the memory was freed.
         self.owner: Unit | None = None
-        self.generation = -1
-        self.work: Waitable | None = None
+        self.generation = -1  # the forward in which that unit was gathered
+        self.work: Waitable | None = None  # the gather of that unit, until it has been waited for
 
     def take(self, unit: Unit, generation: int) -> None:
         """Makes ``unit`` the owner, and allocates the memory if it was freed."""
@@ -175,23 +153,15 @@ class Slot:
 
 @dataclass(eq=False)
 class UnitReduction:
-    """A reduction under way.
+    """A reduction under way."""
 
-    Attributes:
-        unit: whose gradients are averaged.
-        plan: where the averages lie in ``output``.
-        inputs: the whole gradients, which must live until the reduce-scatter has been awaited.
-        output: this rank's averages.
-        work: the reduce-scatter.
-        all_reduce: the all-reduce across replicas, once it has been started.
-    """
-
-    unit: Unit
-    plan: ReducePlan
+    unit: Unit  # whose gradients are averaged
+    plan: ReducePlan  # where the averages lie in ``output``
+    # The whole gradients, which must live until the reduce-scatter has been awaited.
     inputs: list[Tensor]
-    output: Tensor
+    output: Tensor  # this rank's averages
     work: Waitable
-    all_reduce: dist.Work | None = None
+    all_reduce: dist.Work | None = None  # the all-reduce across replicas, once it has been started
 
     def start_all_reduce(self) -> None:
         """Starts the all-reduce of this rank's shard across replicas, if there are any."""
@@ -234,18 +204,6 @@ class Unit:
         compute_dtype: dtype to gather in; None for the parameters' own.
         reduce_dtype: dtype to average gradients in; None for the gradients' own, but fp32 instead
             of fp16, which overflows in sums.
-
-    Attributes:
-        shard: this rank's ranges of all parameters, flat.
-        places: where each parameter lies.
-        shard_views: the part of ``shard`` that belongs to each parameter: its ``param.data`` at
-            rest, one-dimensional.
-        uses: calls under way that read the parameters.
-        arrived: positions whose gradients are complete in this backward pass.
-        expected: number of gradients that this backward pass will make.
-        hooked: positions whose parameters report their gradients.
-        reduce_plan: where the averages of the last reduction lie, in which the parameters took
-            part that required gradients then.
     """
 
     def __init__(
@@ -271,8 +229,10 @@ class Unit:
             self.cuts[-1].chunk * world_size, ALIGNMENT
         )
         self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk, ALIGNMENT)
-        self.places = []
+        self.places = []  # where each parameter lies
+        # This rank's ranges of all parameters, flat.
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
+        # The part of ``shard`` that belongs to each parameter: its vector ``param.data`` at rest.
         self.shard_views = []
         self._plain: list[bool] = []  # whether a contiguous gradient is reduced as it is
         for name, param, cut in zip(self.names, self.params, self.cuts, strict=True):
@@ -290,10 +250,13 @@ class Unit:
         self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
         self.all_reduce_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
         self.resting = True
-        self.uses = 0
+        self.uses = 0  # calls under way that read the parameters
+        # Positions whose gradients are complete in this backward pass.
         self.arrived: set[int] = set()
-        self.expected = 0
-        self.hooked: set[int] = set()
+        self.expected = 0  # number of gradients that this backward pass will make
+        self.hooked: set[int] = set()  # positions whose parameters report their gradients
+        # Where the averages of the last reduction lie, in which the parameters took part that
+        # required gradients then.
         self.reduce_plan = plan_reduction([], self.cuts, rank)
 
     # --- gather ------------------------------------------------------------------------------
@@ -358,11 +321,7 @@ class Unit:
             )
 
     def materialize(self) -> None:
-        """Makes the whole values, which have been gathered, the parameters' data.
-
-        Raises:
-            RuntimeError: if a parameter's data were no longer its shard.
-        """
+        """Makes whole values the parameters' data; RuntimeError if these are no longer shards."""
         if self.resting:
             self._check_shards()
             self.resting = False

@@ -29,20 +29,13 @@ _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 @dataclass(eq=False, kw_only=True)
 class UnitPlan:
-    """One unit of one dtype.
+    """One unit of one dtype."""
 
-    Attributes:
-        name: of the module that it belongs to; empty for the root.
-        repeated: whether it is one of the repeated blocks, which take turns in a few buffers.
-        readers: the modules whose calls read its parameters: its own, and for a tied parameter
-            others.
-        names: of the parameters, as the root's ``named_parameters()`` has them.
-        params: the parameters.
-    """
-
-    name: str
-    repeated: bool
+    name: str  # of the module that it belongs to; empty for the root
+    repeated: bool  # whether it is one of the repeated blocks, which take turns in a few buffers
+    # The modules whose calls read its parameters: its own, and for a tied parameter others.
     readers: list[nn.Module]
+    # Of the parameters, as the root's ``named_parameters()`` has them.
     names: list[str] = field(default_factory=list)
     params: list[nn.Parameter] = field(default_factory=list)
 

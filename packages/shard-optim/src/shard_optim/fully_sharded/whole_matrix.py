@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.bucket_layout import Place, assign_owners
+from shard_optim.bucket_plan import assign_owners
 from shard_optim.communication import all_to_all
 from shard_optim.fully_sharded.own_shards import OwnShards
-from shard_optim.optimizer_class import Groups, all_params
 from shard_optim.origin import sharded_of
+from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.place import Place
 
 
 def orthogonalization_cost(shape: torch.Size) -> int:
@@ -43,20 +44,13 @@ def orthogonalization_cost(shape: torch.Size) -> int:
 
 @dataclass(eq=False, kw_only=True)
 class _Matrix:
-    """One sharded parameter.
+    """One sharded parameter."""
 
-    Attributes:
-        param: this rank's shard.
-        place: where the parameter lies.
-        chunk: elements of each rank's shard, padding included.
-        owner: the rank that updates it.
-        whole: on its owner the parameter that is updated, without memory between steps.
-    """
-
-    param: Tensor
-    place: Place
-    chunk: int
-    owner: int = 0
+    param: Tensor  # this rank's shard
+    place: Place  # where the parameter lies
+    chunk: int  # elements of each rank's shard, padding included
+    owner: int = 0  # the rank that updates it
+    # On its owner the parameter that is updated, without memory between steps.
     whole: nn.Parameter | None = None
 
     def padded(self, values: Tensor) -> Tensor:
@@ -77,13 +71,7 @@ class _Exchange:
 
 
 class WholeMatrices(OwnShards):
-    """Updates each parameter whole, on the rank that owns it, with a class that looks at shapes.
-
-    Args:
-        groups: the groups of sharded parameters, all of one model; the same on every rank.
-        make: called with groups and ``kwargs``, makes the optimizer that updates them.
-        kwargs: for the class.
-    """
+    """Updates each parameter whole, on the rank that owns it, with a class that looks at shapes."""
 
     def __init__(
         self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ddp_lite.transparent import TransparentWrapper
-from shard_optim.bucket_layout import SHARDED, check_layout, replicated_place
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize
@@ -31,6 +30,7 @@ from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
+from shard_optim.place import SHARDED, check_layout, replicated_place
 
 _COMPILE_UNITS = (
     "units must be compiled, and before the model is wrapped, but got {} "
@@ -108,7 +108,14 @@ class FullyShardedDataParallel(TransparentWrapper):
         device: torch.device | str | None = None,
         communication: Communication | PeerCopy | None = None,
     ) -> None:
-        check_settings(compute_dtype, reduce_dtype, reshard_after_forward, prefetch, cast_inputs)
+        settings = {
+            "compute_dtype": compute_dtype,
+            "cast_inputs": cast_inputs,
+            "reduce_dtype": reduce_dtype,
+            "reshard_after_forward": reshard_after_forward,
+            "prefetch": prefetch,
+        }
+        check_settings(**settings)
         check_module(module, FullyShardedDataParallel)
         super().__init__(module)
         self.compute_dtype = compute_dtype
@@ -119,17 +126,9 @@ class FullyShardedDataParallel(TransparentWrapper):
         self.ranks = resolve_mesh(process_group, device=self.device, owner=type(self).__name__)
         self.process_group = self.ranks.shards.group
         communication = resolve_communication(communication, self.ranks.shards)
-        self._agree(
-            plans,
-            f"compute_dtype {compute_dtype}",
-            f"cast_inputs {cast_inputs}",
-            f"reduce_dtype {reduce_dtype}",
-            f"reshard_after_forward {reshard_after_forward}",
-            f"prefetch {prefetch}",
-            f"communication {type(communication).__qualname__}",
-        )
+        self._agree(plans, settings | {"communication": type(communication).__qualname__})
         # Whoever is on the meta device gets the first rank's values, if that one has any.
-        reset = bool(self.ranks.broadcast_value("the start of a model", is_on_meta(module)))
+        reset = bool(self.ranks.broadcast_json("the start of a model", is_on_meta(module)))
         owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
         for each in module.modules():
             for param in each.parameters(recurse=False):
@@ -314,14 +313,6 @@ class FullyShardedDataParallel(TransparentWrapper):
             found[name] = param.clone() if unit is None else unit.whole_parameter(position)
         return found
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's shards, small parameters and buffers, under the module's own names.
-
-        No communication, so a single rank may call it; but it is one rank's part, which only this
-        rank of as many ranks loads. ``shard_optim.save`` and ``full_state`` take all parts.
-        """
-        return super().state_dict(*args, **kwargs)
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -351,10 +342,10 @@ class FullyShardedDataParallel(TransparentWrapper):
 
     # --- construction ------------------------------------------------------------------------
 
-    def _agree(self, plans: list[UnitPlan], *settings: str) -> None:
+    def _agree(self, plans: list[UnitPlan], settings: Mapping[str, Any]) -> None:
         """Compares all that decides which collectives are made, in which order and size."""
         unit_of = {id(param): plan.name for plan in plans for param in plan.params}
-        lines = list(settings)
+        lines = [f"{name} {value}" for name, value in settings.items()]
         lines += [
             f"unit {plan.name!r}, {'one of several alike' if plan.repeated else 'alone'}"
             for plan in plans
@@ -365,10 +356,8 @@ class FullyShardedDataParallel(TransparentWrapper):
             + (f"in unit {unit_of[id(param)]!r}" if id(param) in unit_of else "replicated")
             for name, param in self.module.named_parameters()
         ]
-        lines += [
-            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-            for name, buffer in self.module.named_buffers()
-        ]
+        buffers = self.module.named_buffers()
+        lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in buffers]
         self.ranks.agree(
             lines,
             must="wrap the same model with the same settings",
@@ -376,16 +365,12 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     def _say_where_parameters_lie(self, small: Mapping[str, nn.Parameter]) -> None:
-        places = [
-            pair for unit in self.units for pair in zip(unit.params, unit.places, strict=True)
-        ]
-        places += [(param, replicated_place(name, param)) for name, param in small.items()]
+        places = [(param, replicated_place(name, param)) for name, param in small.items()]
+        for unit in self.units:
+            places += zip(unit.params, unit.places, strict=True)
         for param, place in places:
-            setattr(
-                param,
-                SHARDED,
-                Sharded(place=place, ranks=self.ranks, history=self.schedule.history),
-            )
+            where = Sharded(place=place, ranks=self.ranks, history=self.schedule.history)
+            setattr(param, SHARDED, where)
         watch_optimizers()
 
     @torch.no_grad()
@@ -413,11 +398,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         return calls
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuses: compile units, before they are wrapped.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Raises RuntimeError: units are compiled, before they are wrapped."""
         raise RuntimeError(_COMPILE_UNITS.format("compile() of the"))
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
-from bench_harness.core import Column, Row, Table
+from bench_harness.core import Column, Row
 from bench_harness.display import row_tables
 from bench_harness.experiments.allreduce import COST, Cost, fit, shown, solved, with_interval
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.figure import Figure
 
 _COLUMNS = row_tables.Columns(
@@ -34,6 +34,7 @@ _COLUMNS = row_tables.Columns(
     Column("link_best_mib", "predicted best bucket b*", "MiB"),
     Column("link_least_ms", "predicted least overhead T*", "ms"),
 )
+TITLE, FIGURE = "Bucket overhead model", "train_step_buckets"
 #: The sweep's least overhead further than this from the predicted one is flagged.
 MISS_TOLERANCE = 0.25
 
@@ -93,17 +94,14 @@ def _only_sized(settings: Any) -> bool:
     return sized and set(wrapper) == {"name", "bucket_size_mb"}
 
 
-TITLE, FIGURE = "Bucket overhead model", "train_step_buckets"
-
-
-def table(rows: pd.DataFrame) -> Table:
+def table(rows: pd.DataFrame) -> pd.DataFrame:
     """The constants of each sweep with bootstrap intervals, and the optimum they imply.
 
-    Beside them stands what all-reduces alone predict, where the case timed some, and whether that
-    least overhead misses the sweep's.
+    T(n) is fitted to the exposed communication, with the bucket counts that the wrapper really
+    used; b* is at least the largest parameter. Beside them stands what all-reduces alone predict,
+    t = o + S/w, where the case timed some, and whether that least overhead misses the sweep's by
+    more than :data:`MISS_TOLERANCE`.
     """
-    import pandas as pd
-
     rng = np.random.default_rng(0)
     lines: list[Row] = []
     for sweep in sweeps(rows):
@@ -119,21 +117,13 @@ def table(rows: pd.DataFrame) -> Table:
         if isinstance(link := sweep.bare.get("all_reduce"), dict):
             cost, *_ = fit(link["size_bytes"], link["samples_ms"])
             best, least = sweep.optimum(cost)
-            missed = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
             line |= {"link_w": 1e-9 / cost.per_byte_s if cost.per_byte_s else None}
             line |= {"link_o": 1e6 * cost.overhead_s, "link_best_mib": best, "link_least_ms": least}
-            line["missed"] = missed
+            line["missed"] = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
         lines.append(line)
-    note = (
-        "T(n) = s/(n·w) + n·o fitted to the exposed communication, with the bucket counts that the "
-        "wrapper really used; b* = √(s·o·w), at least the largest parameter. Predicted: the same "
-        "with o and w of all-reduces alone, t = o + S/w, timed in the same run; a T* further than "
-        f"{MISS_TOLERANCE:.0%} from it is flagged."
-    )
     keys = "cell s_mib w w_low w_high o o_low o_high best_mib least_ms link_w link_o "
     keys += "link_best_mib link_least_ms missed"
-    named = {"o": "per call o (µs)"}
-    return _COLUMNS.table(TITLE, pd.DataFrame(lines), keys, note, named)
+    return _COLUMNS.table(TITLE, pd.DataFrame(lines), keys, "", {"o": "per call o (µs)"}).frame
 
 
 def figure(rows: pd.DataFrame) -> Figure:
@@ -147,31 +137,27 @@ def figure(rows: pd.DataFrame) -> Figure:
 
     panels = []
     for sweep in sorted(sweeps(with_summary(rows)), key=lambda sweep: sweep.label):
-        own, size, bare = sweep.rows.copy(), sweep.size, summarize(sweep.bare["samples_ms"])
+        own, bare = sweep.rows.copy(), summarize(sweep.bare["samples_ms"])
         counts = own["buckets"].to_numpy(np.float64)
-        own["mean_mib"], own["overhead"] = (
-            size / counts / 2**20,
-            own["median_ms"] - bare["median"],
-        )
+        own["mean_mib"] = sweep.size / counts / 2**20
+        own["overhead"] = own["median_ms"] - bare["median"]
         # The interval of a difference, as of independent ones: what is subtracted is turned.
-        for end, other, sign in (("low", "high", -1), ("high", "low", 1)):
+        for end, other, sign in (("low", bare["ci_high"], -1), ("high", bare["ci_low"], 1)):
             ends = own[f"ci_{end}_ms"].astype("float64") - own["median_ms"]
-            base = (bare[f"ci_{other}"] or bare["median"]) - bare["median"]  # type: ignore[literal-required]
+            base = (other or bare["median"]) - bare["median"]
             own[f"overhead_{end}"] = own["overhead"] + sign * np.hypot(ends, base)
+        sizes = [f"{settings['wrapper']['bucket_size_mb']:g} MB" for settings in own["settings"]]
         line = points(own, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
-        asked = {
-            row["mean_mib"]: f"{row['settings']['wrapper']['bucket_size_mb']:g} MB"
-            for _, row in own.iterrows()
-        }
-        per_call, inverse = sweep.fit(own["overhead"].to_numpy(np.float64) / 1e3)
+        line["text"] = line["x"].map(dict(zip(own["mean_mib"], sizes, strict=True)))
+        cost = sweep.fit(own["overhead"].to_numpy(np.float64) / 1e3)
         many = np.geomspace(counts.min(), counts.max(), 100)
-        model = 1e3 * (size / many * inverse + many * per_call)
+        model = 1e3 * (sweep.size / many * cost.per_byte_s + many * cost.overhead_s)
         panels.append(
             Panel(
                 title=sweep.label,
                 y="overhead (ms)",
-                lines={"measured": line.assign(text=line["x"].map(asked))},
-                curve=((size / many / 2**20).tolist(), model.tolist()),
+                lines={"measured": line},
+                curve=((sweep.size / many / 2**20).tolist(), model.tolist()),
                 log=False,
             )
         )

@@ -1,0 +1,13 @@
+"""The design that a reader is promised, as ``tools/walk.py`` counts it."""
+
+import runpy
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def test_one_step_reads_five_files() -> None:
+    walk = runpy.run_path(str(PACKAGE / "tools/walk.py"))["walk"]
+    calls = walk(PACKAGE / "src")
+    assert len({file for package, file, _ in calls if package == "shard_optim"}) <= 5
+    assert {file for package, file, _ in calls if package == "ddp_lite"} == {"ranks.py"}

@@ -1,1 +1,0 @@
-"""The assignment's questions and their answers: one table, one document, checks of other code."""
