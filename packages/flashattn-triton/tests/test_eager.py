@@ -397,7 +397,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         present = {name for name, x in self.parameters.items() if x is not None}
 
         def start(addresses: Mapping[str, int]) -> None:
-            assert addresses.keys() == present
+            assert present <= addresses.keys()
             launched.append(self.kernel.__name__)
 
         return start

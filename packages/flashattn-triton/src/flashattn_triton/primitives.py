@@ -17,8 +17,9 @@ Kernels take one parameter for their compile-time options (``portable.options``)
 take what belongs together as tuples:
 
     mask     (offset, queries, keys, window left, window right, prefix) of a sequence
-    added    (ALiBi's slope in units of log2, bias, its row stride, its column stride); the bias is
-             a pointer to this head's, or if ``bias_tma`` a descriptor of (1 or B, 1 or H, N_q, N_k)
+    added    (ALiBi's slope in units of log2, bias, its row stride, its column stride, the mask of
+             keys); the bias is a pointer to this head's, or if ``bias_tma`` a descriptor of (1 or
+             B, 1 or H, N_q, N_k)
     factors  (scale, soft-cap)
 """
 
@@ -102,9 +103,30 @@ def loop_bound(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def tile_of_program(
+    starts_ptr, other_starts_ptr, n_rows, n_other, n_heads, TILE: tl.constexpr,
+    LAST_FIRST: tl.constexpr, OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """This program's tile of TILE rows, and where its batch element or sequence lies.
+
+    Returns:
+        (first row, batch element with slopes and a prefix, head, whether a sequence owns the rows),
+        and (first token, tokens) of the tile's rows, and of what they see or are seen by.
+    """
+    if OPTIONS.packed:
+        tile, own, other = _packed_tile(
+            starts_ptr, other_starts_ptr, n_rows, n_heads, TILE, LAST_FIRST
+        )
+    else:
+        tile = _dense_tile(n_rows, n_heads, TILE, LAST_FIRST, OPTIONS)
+        own, other = (0, n_rows), (0, n_other)
+    return tile, own, other
+
+
+@triton.jit
+def _dense_tile(
     n_rows, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, OPTIONS: tl.constexpr
 ):
-    """(first row, batch element, head) of this program's tile of TILE rows of a dense batch.
+    """The tile of :func:`tile_of_program` in a dense batch.
 
     Tiles of one head are neighbours, so that what they share stays in L2. The batch may share a
     bias: its elements then follow one another, to find it there.
@@ -121,23 +143,19 @@ def tile_of_program(
         tile = tl.program_id(0) % n_tiles
     if LAST_FIRST:
         tile = n_tiles - 1 - tile
-    return tile * TILE, batch, head
+    return tile * TILE, batch, head, True
 
 
 @triton.jit
-def packed_tile_of_program(
+def _packed_tile(
     starts_ptr, other_starts_ptr, n_tokens, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr
 ):
-    """This program's tile of TILE rows of a packed batch, and where its sequence lies.
+    """What :func:`tile_of_program` returns of a packed batch.
 
     Sequence s has the tiles from ``starts[s] // TILE + s`` on, which are at least as many as it
     needs: so a search in ``starts`` finds the sequence of a tile, and the grid is the same whatever
     the lengths are (``launch.tiles_of_head``). The tokens that no sequence owns, from
     ``starts[B]`` on, are one more sequence, which sees nothing.
-
-    Returns:
-        (first row, sequence with slopes and a prefix, head, whether a sequence owns the rows), and
-        (first token, tokens) of the sequence's rows, and of what they see or are seen by.
     """
     n_tiles = tl.num_programs(0) // n_heads
     n_sequences = n_tiles - n_tokens // TILE - 1
@@ -163,6 +181,18 @@ def packed_tile_of_program(
 
 
 @triton.jit
+def rows_of_head(ptr, b, h, first, strides, OPTIONS: tl.constexpr):
+    """A pointer to the rows of a head, of a packed batch to row ``first``.
+
+    ``b``, ``h``: batch element and head in 64 bits. ``strides``: of batch, head and row.
+    """
+    ptr += b * strides[0] + h * strides[1]
+    if OPTIONS.packed:
+        ptr += first.to(tl.int64) * strides[2]
+    return ptr
+
+
+@triton.jit
 def mask_of(batch, n_queries, n_keys, window_left, window_right, prefix_ptr, OPTIONS: tl.constexpr):
     """``mask``, as the module's docstring describes it, of a batch element or sequence."""
     offset = 0
@@ -175,12 +205,26 @@ def mask_of(batch, n_queries, n_keys, window_left, window_right, prefix_ptr, OPT
 
 
 @triton.jit
-def slope_of(slopes_ptr, batch, n_heads, head, OPTIONS: tl.constexpr):
-    """ALiBi's slope of a head, in units of log2; 0 without ALiBi."""
+def added_of(
+    slopes_ptr, bias_ptr, mask_ptr, bias_strides, batch, n_heads, head, n_keys,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """``added``, as the module's docstring describes it, of a head of a batch element.
+
+    ``bias_strides``: of batch, head, query and key; None without a bias.
+    """
     slope = 0.0
     if OPTIONS.alibi:
         slope = tl.load(slopes_ptr + batch * n_heads + head) * LOG2_E
-    return slope
+    b = batch.to(tl.int64)
+    bias, stride_bq, stride_bk, shown = 0, 0, 0, 0  # because Triton 3.6 returns no None
+    if OPTIONS.has_bias:
+        bias, stride_bq, stride_bk = bias_ptr, bias_strides[2], bias_strides[3]
+        if not OPTIONS.bias_tma:
+            bias += b * bias_strides[0] + head.to(tl.int64) * bias_strides[1]
+    if OPTIONS.has_mask:
+        shown = mask_ptr + b * n_keys
+    return slope, bias, stride_bq, stride_bk, shown
 
 
 @triton.jit
@@ -204,14 +248,35 @@ def tma_load(descriptor, batch, head, start, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
-def tma_reload(descriptor, batch, head, start, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``tma_load`` for the second product of a wide fp32 tile, the sum of a gradient.
+def load_tile(
+    source, position, start, n_rows, rows, columns, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """The rows from ``start`` on of a head that has ``n_rows``, as ``use_tma`` says how.
+
+    ``source``: a pointer to the head, or a descriptor of (B, H, N, D); and the stride of a row.
+    ``position``: batch element and head in the descriptor, whose loads are always MASKED.
+    """
+    tensor, stride_row = source
+    if OPTIONS.use_tma:
+        tile = tma_load(tensor, position[0], position[1], start, rows.shape[0], columns.shape[0])
+    else:
+        tile_ptr = tensor + start.to(tl.int64) * stride_row
+        tile = load_rows(tile_ptr, rows, columns, stride_row, n_rows - start, WIDTH, MASKED)
+    return tile
+
+
+@triton.jit
+def tma_reload(source, position, start, n_rows, rows, columns):
+    """``load_tile`` for the second product of a wide fp32 tile, the sum of a gradient.
 
     Kept from the first product, its parts (see ``dot_fp32``) would fill the registers. The second
     address equals the first one, in a form that the compiler cannot know to be equal: otherwise it
     would keep the tile instead of loading it again.
     """
-    return tma_load(descriptor, batch, head, start + (length >> 31), ROWS, COLUMNS)
+    batch, head = position
+    start += n_rows >> 31
+    return tma_load(source[0], batch, head, start, rows.shape[0], columns.shape[0])
 
 
 @triton.jit
@@ -245,8 +310,11 @@ def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def visible(queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr):
-    """Which of ``keys`` each of ``queries`` sees (broadcast); the diagonal is query + offset."""
+def visible(
+    queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Which of ``keys`` each of ``queries`` sees, as a tile; the diagonal is query + offset."""
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     offset, _, n_keys, window_left, window_right, prefix = mask
     seen = keys < n_keys
     if is_causal:
@@ -272,11 +340,12 @@ def key_positions(first, slope, N: tl.constexpr):
 
 
 @triton.jit
-def subtract_distances(z, queries, keys, offset, base, slope):
+def subtract_distances(z, queries, keys, offset, base, slope, TRANSPOSED: tl.constexpr):
     """``z``, less ``slope`` for each position from the diagonal, in either direction.
 
     Positions are measured from ``base``, a key near those that count, which keeps them small.
     """
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     diagonal = (queries + (offset - base)).to(tl.float32)
     return z - slope * tl.abs(diagonal - (keys - base).to(tl.float32))
 
@@ -294,8 +363,9 @@ def of_keys(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
-def load_bias(added, queries, keys, mask, MASKED: tl.constexpr):
+def load_bias(added, queries, keys, mask, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
+    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     _, bias, stride_bq, stride_bk, _ = added
     _, n_queries, n_keys, _, _, _ = mask
     inside = queries < n_queries
@@ -343,10 +413,7 @@ def scores_tile(
     if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias or OPTIONS.has_mask):
         return s, factor, s
     if HIDES:
-        seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
-            OPTIONS,
-        )  # fmt: skip
+        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
     # Scores have the bias's own units where there is one, so that adding it is one multiply-add.
     unit: tl.constexpr = LOG2_E if OPTIONS.has_bias else 1.0
     in_unit: tl.constexpr = LN_2 if OPTIONS.has_bias else 1.0
@@ -355,20 +422,15 @@ def scores_tile(
         positions = key_positions(first_position, slope * in_unit, keys.shape[0])
         z += of_keys(positions, TRANSPOSED)
     elif OPTIONS.alibi:
-        z = subtract_distances(
-            z, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), offset, base,
-            slope * in_unit,
-        )  # fmt: skip
+        by = slope * in_unit
+        z = subtract_distances(z, queries, key_start + keys, offset, base, by, TRANSPOSED)
     if OPTIONS.has_bias:
         if OPTIONS.bias_tma:
             batch, head, first_query = bias_position
             tile = bias.load([batch, head, first_query, key_start])
             tile = tile.reshape(queries.shape[0], keys.shape[0])
         else:
-            tile = load_bias(
-                added, of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask,
-                MASKED,
-            )  # fmt: skip
+            tile = load_bias(added, queries, key_start + keys, mask, MASKED, TRANSPOSED)
         tile = tile.to(tl.float32)
         z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
     if OPTIONS.has_mask:
@@ -412,10 +474,7 @@ def probabilities(
         logsumexp += alibi_of_rows(queries, mask[0], base, added[0])
     p = tl.exp2(z * unit - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
-        seen = visible(
-            of_queries(queries, TRANSPOSED), of_keys(key_start + keys, TRANSPOSED), mask, is_causal,
-            OPTIONS,
-        )  # fmt: skip
+        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
         p = tl.where(seen, p, 0.0)
     return p, s
 
@@ -425,10 +484,11 @@ def key_range(
     query_start, mask, Q_TILE_SIZE: tl.constexpr, K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """(start, full_start, full_stop, stop) of the walk over keys for one query tile.
+    """(starts, stops) of the three parts of the walk over keys for one query tile.
 
-    Some query of the tile sees some key from ``start`` to ``stop``; every query sees every key from
-    ``full_start`` to ``full_stop``. All but ``stop`` are multiples of the key tile.
+    The parts are a window's left edge, whole tiles, and the right edge. Some query of the tile sees
+    some key of the walk; in the second part every query sees every key. All but the last stop are
+    multiples of the key tile.
     """
     offset, _, n_keys, window_left, window_right, prefix = mask
     stop = n_keys
@@ -447,7 +507,8 @@ def key_range(
         first_seen = query_start + offset - window_left
         start = tl.maximum(first_seen, 0) // K_TILE_SIZE * K_TILE_SIZE
         full_start = tl.cdiv(tl.maximum(first_seen + Q_TILE_SIZE - 1, 0), K_TILE_SIZE) * K_TILE_SIZE
-    return start, full_start, full_stop, stop
+    starts = (start, full_start, tl.maximum(full_start, full_stop))
+    return starts, (tl.minimum(full_start, stop), full_stop, stop)
 
 
 @triton.jit

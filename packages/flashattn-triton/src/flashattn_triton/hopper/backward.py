@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
-from flashattn_triton.hopper.launch import edges, hopper_launch, packed_tile_map, tile_map
+from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
 from flashattn_triton.hopper.packed import (
     PackedTiles,
     packed_tiles,
@@ -148,37 +149,33 @@ class HopperBackwardCall:
             dq, dk, dv = allocate(*dq_layout), allocate(*dk_layout), allocate(*dv_layout)
         shared = allocate(*self.shared)
         statistics, do = shared.data_ptr(), grad_out.data_ptr()
-        dq_sum = statistics + self.statistics
-        before = {
-            "O_ptr": out.data_ptr(),
-            "dO_ptr": do,
-            "L_ptr": logsumexp.data_ptr(),
-            "statistics_ptr": statistics,
-            "dq_ptr": dq_sum,
-        }
-        main = {
+        addresses = {
             "q_desc": query.data_ptr(),
             "k_desc": key.data_ptr(),
             "v_desc": value.data_ptr(),
+            "O_ptr": out.data_ptr(),
+            "L_ptr": logsumexp.data_ptr(),
+            "dO_ptr": do,
             "do_desc": do,
+            "statistics_ptr": statistics,
             "statistics_desc": statistics,
-            "dq_ptr": dq_sum,
+            "dq_ptr": statistics + self.statistics,
+            "dq_out": dq.data_ptr(),
             "dk_out": dk.data_ptr(),
             "dv_out": dv.data_ptr(),
         }
-        after = {"sum_ptr": dq_sum, "dq_ptr": dq.data_ptr()}
         if grad_logsumexp is not None:
-            before["dL_ptr"] = grad_logsumexp.data_ptr()
+            addresses["dL_ptr"] = grad_logsumexp.data_ptr()
         if self.order_counters:
             counters = query.new_zeros(self.order_counters, dtype=torch.int32)
-            main["order_counters_ptr"] = counters.data_ptr()
+            addresses["order_counters_ptr"] = counters.data_ptr()
         if packing is not None and self.tiles is not None:
             table = self.tiles(packing)
-            before["tiles_ptr"] = after["tiles_ptr"] = table.data_ptr()
-            main["tiles_ptr"] = table.data_ptr() + self.tiles.key_table
-        self.preprocess(before)
-        self.main(main)
-        self.postprocess(after)
+            addresses["tiles_ptr"] = table.data_ptr()
+            addresses["key_tiles_ptr"] = table.data_ptr() + self.tiles.key_table
+        self.preprocess(addresses)
+        self.main(addresses)
+        self.postprocess(addresses)
         return dq, dk, dv
 
 
@@ -249,7 +246,7 @@ def hopper_backward_call(
 
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, band = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    map_of = packed_tile_map if packed else tile_map
+    map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
 
     def stride_div8(stride: Strides) -> list[int]:
         return [s // 8 for s in stride[:3]]
@@ -288,7 +285,7 @@ def hopper_backward_call(
     postprocess = hopper_launch(
         postprocess_kernel,
         programs[0],
-        {"sum_ptr": fp32, "dq_ptr": fp32 if into else dtype, "tiles_ptr": table},
+        {"dq_ptr": fp32, "dq_out": fp32 if into else dtype, "tiles_ptr": table},
         {
             **stride_numbers(q=stride_div8(dq_stride)),
             **numbers,
@@ -304,8 +301,8 @@ def hopper_backward_call(
         of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
         of_sums["D_DIV8"] = head_dim // 8
     else:
-        dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded], dtype)
-        dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values], dtype)
+        dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
+        dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         if kernel is hopper_backward_kernel:
             of_sums = dict.fromkeys((*stride_numbers(dk=(0, 0, 0), dv=(0, 0, 0)), "D_DIV8"))
     may_ring = problem.deterministic and problem.band == (None, None)
@@ -313,17 +310,17 @@ def hopper_backward_call(
         kernel,
         programs[1],
         {
-            "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded], dtype),
-            "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded], dtype),
-            "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values], dtype),
-            "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values], dtype),
+            "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded]),
+            "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),
+            "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values]),
+            "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values]),
             "statistics_desc": tile_map(
                 [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
             ),
             "dq_ptr": fp32,
             "dk_out": dk_out,
             "dv_out": dv_out,
-            "tiles_ptr": table,
+            "key_tiles_ptr": table,
             "order_counters_ptr": torch.int32 if problem.deterministic else None,
         },
         {

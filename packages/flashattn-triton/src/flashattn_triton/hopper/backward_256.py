@@ -39,7 +39,6 @@ from flashattn_triton.hopper.backward_common import (
     UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
-    allocate_tiles,
     fragment_offsets,
     has_work,
     load_keys,
@@ -49,9 +48,11 @@ from flashattn_triton.hopper.backward_common import (
     wrapped,
 )
 from flashattn_triton.hopper.backward_products import subtract
+from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import WARPS, allow_addition, next_query_tile, store_tile
 from flashattn_triton.hopper.scores import probabilities, tanh
 from flashattn_triton.hopper.support import (
+    allocate_tiles,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
@@ -228,8 +229,7 @@ def _step(
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
     opaque_zero = step >> 30
-    DQ: gl.constexpr = dq.type.layout
-    zero_accumulator = gl.zeros([TILE, PART], gl.float32, DQ)
+    zeros = zero_accumulator(TILE, PART)
     ds_tile = ds_smem.index(step % DS_BUFFERS)
     next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
     mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
@@ -251,7 +251,7 @@ def _step(
         s, dp, statistics_smem, next_slot, diagonal, limits, scales, CONSUMER, q_smem.dtype, OPTIONS
     )
     _write(p, ds, p_smem, next_ds_tile, CONSUMER)
-    second = _start_dq(ds_tile, k_smem, opaque_zero, zero_accumulator, True, CONSUMER)
+    second = _start_dq(ds_tile, k_smem, opaque_zero, zeros, True, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=(dq,))
     if OPTIONS.ordered:
         mbarrier.wait(may_add.index(0), step & 1)
@@ -289,7 +289,7 @@ def _consumer(
     group = first_tile + kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (TILE * WIDTH)
     diagonal = first * TILE + offset - first_key + CONSUMER * HALF
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     s, dp = _start_scores(buffers, 0, 0, CONSUMER, HAS_SOFTCAP)
@@ -300,11 +300,9 @@ def _consumer(
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     _write(p, ds, p_smem, ds_smem.index(0), CONSUMER)
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
-    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dk = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
-    dv = gl.zeros([TILE, COLUMNS], gl.float32, GRADIENT)
-    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    dq = gl.zeros([TILE, PART], gl.float32, DQ)
+    dk = zero_accumulator(TILE, COLUMNS)
+    dv = zero_accumulator(TILE, COLUMNS)
+    dq = zero_accumulator(TILE, PART)
     previous_dq_pointer = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
     for step in range(steps):
         tile = (step // per_head) * n_tiles + wrapped(first + step % per_head, n_tiles)
@@ -346,7 +344,7 @@ def backward_256_kernel(
     dk_out,  # (B, G, N_k, D)
     dv_out,  # (B, G, N_k, E)
     # From here on, parameters are those of hopper_backward_kernel.
-    tiles_ptr,
+    key_tiles_ptr,
     order_counters_ptr,
     N_QUERIES,
     N_KEYS,
@@ -367,7 +365,7 @@ def backward_256_kernel(
     barriers = allocate_barriers(1 if OPTIONS.ordered else 0)
     stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
-    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
+    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):

@@ -29,13 +29,13 @@ from flashattn_triton.hopper.schedule import (
     key_tile_of_program,
     load_tile,
     next_query_tile,
-    query_tiles,
     ring_of,
-    tiles_before,
     walk,
 )
 from flashattn_triton.hopper.support import (
+    allocate_tiles,
     named_barrier_sync_at,
+    new_barriers,
     signal_successors,
     tma_load,
 )
@@ -90,13 +90,6 @@ class BackwardOptions:
 
 
 @gluon.jit
-def allocate_tiles(DTYPE: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Shared memory of N tiles, which the TMA and products read."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
-    return gl.allocate_shared_memory(DTYPE, [N, ROWS, COLUMNS], LAYOUT)
-
-
-@gluon.jit
 def allocate_buffers(loads, PARTS: gl.constexpr = 1):
     """Shared memory of what descriptors load; Q and K in so many parts."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
@@ -116,19 +109,12 @@ def allocate_buffers(loads, PARTS: gl.constexpr = 1):
 @gluon.jit
 def allocate_barriers(ADDITIONS: gl.constexpr):
     """Barriers in shared memory. ADDITIONS: how many say that consumers may add to dQ."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
+    kv_full = new_barriers(1, 1)
+    q_full = new_barriers(STAGES, 1)
+    do_full = new_barriers(STAGES, 1)
     may_add = q_full  # of no use
     if ADDITIONS > 0:
-        may_add = gl.allocate_shared_memory(gl.int64, [ADDITIONS, 1], BARRIER)
-        for i in gl.static_range(ADDITIONS):
-            mbarrier.init(may_add.index(i), count=1)
+        may_add = new_barriers(ADDITIONS, 1)
     return kv_full, q_full, do_full, may_add
 
 
@@ -162,11 +148,19 @@ def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, OPTIONS
     )
-    n_tiles = query_tiles(n_queries, QUERIES, OPTIONS.packed)
+    n_tiles = gl.cdiv(n_queries, QUERIES)
+    if OPTIONS.packed:
+        n_tiles = max(n_tiles, 1)  # an empty sequence has one, without rows
     ring = ring_of(n_keys, n_tiles, OPTIONS.ring, KEYS, QUERIES)
     walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring)
+    # Each packed sequence begins at a multiple of QUERIES rows of the statistics and of the sum of
+    # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at tile
+    # (n // QUERIES + s) · heads.
     n_heads = N_KV_HEADS * HEADS_PER_KV
-    first_tile = tiles_before(q_at, n_queries, sequence, n_heads, n_tiles, QUERIES, OPTIONS.packed)
+    if OPTIONS.packed:
+        first_tile = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+    else:
+        first_tile = sequence * n_heads * n_tiles
     return (first_key, kv_head, n_keys, offset, q_at, k_at), walked, (n_tiles, first_tile, ring)
 
 
@@ -218,7 +212,7 @@ def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
     PARTS: gl.constexpr = k_smem.shape[0]
     PART: gl.constexpr = k_smem.shape[2]
     BYTES: gl.constexpr = k_smem.shape[1] * (PARTS * PART + v_smem.shape[2]) * 2
-    full = barriers[0]
+    full = barriers[0].index(0)
     mbarrier.expect(full, BYTES)
     for part in gl.static_range(PARTS):
         k_part = k_smem.index(part)

@@ -62,7 +62,6 @@ from flashattn_triton.hopper.backward_common import (
     UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
-    allocate_tiles,
     ds_written,
     fragment_offsets,
     has_part,
@@ -92,6 +91,7 @@ from flashattn_triton.hopper.products import (
 from flashattn_triton.hopper.schedule import first_element, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
+    allocate_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
@@ -234,7 +234,7 @@ def _consumer(
     dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
     dq_own += fragment_offsets(DQ_WIDTH, DQ)
 
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
     own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
@@ -311,7 +311,7 @@ def hopper_backward_kernel(
     dq_ptr,  # (B · H · tiles · QUERIES, D) fp32, each 64 rows in the order of fragment_offsets
     dk_out,  # (B, G, N_k, D), tiles of (OWN, D); a pointer to fp32 sums if ``adds``
     dv_out,
-    tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
+    key_tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
     order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
     N_KEYS,
@@ -345,7 +345,7 @@ def hopper_backward_kernel(
     dv_strides = (stride_dvb, stride_dvh, stride_dvk)
     stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)
     scales = (scale, scale_log2, tanh_scale)
-    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
+    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):

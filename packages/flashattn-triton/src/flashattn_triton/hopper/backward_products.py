@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashattn_triton.hopper.products import issue_over_columns
+from flashattn_triton.hopper.products import issue_over_columns, zero_accumulator
 from flashattn_triton.hopper.scores import tanh
 
 OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
@@ -76,12 +76,9 @@ def start_dp(own_v, do_tile, statistics, COLUMNS: gl.constexpr, SCORES: gl.const
 def start_dq(ds_tile, k_tile, WIDTH: gl.constexpr, CONSUMER: gl.constexpr):
     """Issues a consumer's (64, WIDTH) part of a tile of dQ."""
     D: gl.constexpr = k_tile.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    zero_accumulator = gl.zeros([64, WIDTH], gl.float32, LAYOUT)
+    zeros = zero_accumulator(64, WIDTH)
     if D == 128:  # of 64 queries a range of columns
         k_tile = k_tile.slice(CONSUMER * 64, WIDTH, dim=1)
     else:  # of 128 queries half
         ds_tile = ds_tile.slice(CONSUMER * 64, 64, dim=1)
-    return warpgroup_mma(
-        ds_tile.permute((1, 0)), k_tile, zero_accumulator, use_acc=False, is_async=True
-    )
+    return warpgroup_mma(ds_tile.permute((1, 0)), k_tile, zeros, use_acc=False, is_async=True)

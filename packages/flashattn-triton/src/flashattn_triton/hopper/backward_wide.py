@@ -41,7 +41,6 @@ from flashattn_triton.hopper.backward_common import (
     UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
-    allocate_tiles,
     ds_written,
     fragment_offsets,
     has_part,
@@ -52,28 +51,96 @@ from flashattn_triton.hopper.backward_common import (
     wrapped,
 )
 from flashattn_triton.hopper.backward_kernel import KEYS
-from flashattn_triton.hopper.backward_products import OWN, soft_cap
+from flashattn_triton.hopper.backward_products import OWN, soft_cap, start_dp, subtract
+from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import key_tile_of_program, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
+    allocate_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
+    reduce_add,
     signal_successors,
 )
-from flashattn_triton.hopper.wide_products import (
-    HALF,
-    PART,
-    PARTS,
-    QUERIES,
-    VALUES,
-    add_dq,
-    halves,
-    side_by_side,
-    start_dk,
-    start_dp,
-    start_dq,
-    start_scores,
-)
+
+QUERIES = gl.constexpr(64)  # of a step
+HALF = gl.constexpr(32)  # queries whose dP a consumer holds at a time
+PARTS = gl.constexpr(3)  # of the columns of Q, K and their gradients
+PART = gl.constexpr(64)  # columns of one
+VALUES = gl.constexpr(128)  # columns of V and dO
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_scores(
+    k_smem,
+    q_smem,
+    statistics_smem,
+    opaque_zero,
+    slot,
+    CONSUMER: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):
+    """Issues (OWN, QUERIES) scores, less L / scale; with a soft-cap that comes later."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    s = gl.zeros([OWN, QUERIES], gl.float32, SCORES)
+    if not HAS_SOFTCAP:
+        s = subtract(0, statistics_smem.index(slot), s, False, SCORES)
+    for part in gl.static_range(PARTS):
+        own_k = k_smem.index(opaque_zero + part).slice(CONSUMER * OWN, OWN, dim=0)
+        q_part = q_smem.index(slot * PARTS + part)
+        s = warpgroup_mma(own_k, q_part.permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_dk(ds, q_smem, slot, dk, SECOND: gl.constexpr):
+    """Issues dSᵀ Q of one half of the queries, by parts of columns."""
+    started = ()
+    for part in gl.static_range(PARTS):
+        q_part = q_smem.index(slot * PARTS + part).slice(SECOND * HALF, HALF, dim=0)
+        started += (warpgroup_mma(ds, q_part, dk[part], is_async=True),)
+    return started
+
+
+@gluon.jit
+def _start_dq(ds_tile, k_smem, opaque_zero, THIRD: gl.constexpr, CONSUMER: gl.constexpr):
+    """Issues this consumer's columns of a tile of dQ: its own part, or half of the third one."""
+    WIDTH: gl.constexpr = PART // 2 if THIRD else PART
+    zeros = zero_accumulator(QUERIES, WIDTH)
+    if THIRD:
+        columns = k_smem.index(opaque_zero + 2).slice(CONSUMER * WIDTH, WIDTH, dim=1)
+    else:
+        columns = k_smem.index(opaque_zero + CONSUMER)
+    return warpgroup_mma(ds_tile.permute((1, 0)), columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_dq(dq_own, tile, dq, THIRD: gl.constexpr):
+    """Adds what :func:`_start_dq` computed to a tile of the sum."""
+    dq_tile_pointers = dq_own[1] if THIRD else dq_own[0]
+    dq_tile_pointers += gl.cast(tile, gl.int64) * (QUERIES * PARTS * PART)
+    reduce_add(dq_tile_pointers, dq, gl.to_tensor(True))
+
+
+@gluon.jit
+def _side_by_side(left, right):
+    """Joins two (OWN, HALF) tiles to one (OWN, QUERIES) tile; nothing moves between threads."""
+    WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    joined = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [OWN, QUERIES])
+    return gl.convert_layout(joined, WHOLE, assert_trivial=True)
+
+
+@gluon.jit
+def _halves(whole):
+    """Splits an (OWN, QUERIES) tile into two (OWN, HALF) tiles; nothing moves between threads."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(gl.permute(gl.reshape(whole, [OWN, 2, HALF]), (0, 2, 1)))
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)
+
 
 # ---- consumer ------------------------------------------------------------------------------------
 
@@ -131,7 +198,7 @@ def _half_step(
 
     if HAS_SOFTCAP:
         s_half, slope = soft_cap(s_half, tanh_scale, statistics, gl.float32, SCORES)
-    dp = start_dp(own_v, do_half, statistics)
+    dp = start_dp(own_v, do_half, statistics, VALUES, SCORES)
     first = diagonal + SECOND * HALF
     p = probabilities(s_half, scale_log2, first, limits, OPTIONS, MASKED)
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), DV_OPERAND), do_half, dv, is_async=True)
@@ -139,10 +206,10 @@ def _half_step(
         p *= slope
     dp = warpgroup_mma_wait(1, deps=(dp,))
     ds = (p * dp).to(DTYPE)
-    dk = start_dk(gl.convert_layout(ds, DK_OPERAND), q_smem, slot, dk, SECOND)
+    dk = _start_dk(gl.convert_layout(ds, DK_OPERAND), q_smem, slot, dk, SECOND)
     if SECOND:
         ds_tile = ds_smem.index(step % DS_BUFFERS).slice(CONSUMER * OWN, OWN, dim=0)
-        ds_tile.store(side_by_side(ds_first, ds))
+        ds_tile.store(_side_by_side(ds_first, ds))
         fence_async_shared()
         named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     else:
@@ -153,7 +220,7 @@ def _half_step(
     # In step 0 the buffer is uninitialised, and the result is not added. The first half issues the
     # narrower product, because the scores of the second half still occupy registers.
     THIRD: gl.constexpr = not SECOND
-    dq = start_dq(ds_before, k_smem, opaque_zero, THIRD, CONSUMER)
+    dq = _start_dq(ds_before, k_smem, opaque_zero, THIRD, CONSUMER)
     if SECOND:
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
@@ -163,7 +230,7 @@ def _half_step(
     if previous_tile >= 0:
         if OPTIONS.ordered and not SECOND:
             mbarrier.wait(may_add.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
-        add_dq(dq_own, previous_tile, dq, THIRD)
+        _add_dq(dq_own, previous_tile, dq, THIRD)
     return ds, dk, dv
 
 
@@ -192,7 +259,7 @@ def _step(
     k_smem, _, q_smem, _, statistics_smem = buffers
     next_slot = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
-    s_first, s_second = halves(s)
+    s_first, s_second = _halves(s)
     ds, dk, dv = _half_step(
         barriers, buffers, ds_smem, dq_own, step, previous_tile, diagonal, limits, scales, s_first,
         None, dk, dv, False, CONSUMER, OPTIONS, MASKED,
@@ -203,10 +270,10 @@ def _step(
     )  # fmt: skip
     HAS_SOFTCAP: gl.constexpr = scales[2] is not None
     opaque_zero = _opaque_zero(step)
-    s = start_scores(k_smem, q_smem, statistics_smem, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
-    if (
-        OPTIONS.ordered
-    ):  # here the additions become visible while the tensor cores compute the scores
+    s = _start_scores(
+        k_smem, q_smem, statistics_smem, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP
+    )
+    if OPTIONS.ordered:  # additions become visible while the tensor cores compute the scores
         signal_successors(order_counters + previous_tile, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
@@ -256,19 +323,14 @@ def _consumer(
     if OPTIONS.ordered:
         order_counters += group
 
-    mbarrier.wait(kv_full, 0)
+    mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
-    s = start_scores(k_smem, q_smem, statistics_smem, 0, 0, CONSUMER, HAS_SOFTCAP)
+    s = _start_scores(k_smem, q_smem, statistics_smem, 0, 0, CONSUMER, HAS_SOFTCAP)
     mbarrier.wait(do_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUES, 16])
-    dk = (
-        gl.zeros([OWN, PART], gl.float32, DK),
-        gl.zeros([OWN, PART], gl.float32, DK),
-        gl.zeros([OWN, PART], gl.float32, DK),
-    )
-    dv = gl.zeros([OWN, VALUES], gl.float32, DV)
+    zeros = zero_accumulator(OWN, PART)
+    dk = (zeros, zeros, zeros)
+    dv = zero_accumulator(OWN, VALUES)
     named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
     head = 0  # the first tile of a head, of the tiles of the group's heads
@@ -302,7 +364,7 @@ def _consumer(
     own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
-    dq = start_dq(ds_tile, k_smem, opaque_zero, False, CONSUMER)
+    dq = _start_dq(ds_tile, k_smem, opaque_zero, False, CONSUMER)
     own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     own_v.store(dv.to(own_v.dtype))  # the other consumer never reads this half of V
     fence_async_shared()
@@ -310,10 +372,10 @@ def _consumer(
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if OPTIONS.ordered:
         mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
-    add_dq(dq_own, previous_tile, dq, False)
-    dq_third = start_dq(ds_tile, k_smem, opaque_zero, True, CONSUMER)
+    _add_dq(dq_own, previous_tile, dq, False)
+    dq_third = _start_dq(ds_tile, k_smem, opaque_zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
-    add_dq(dq_own, previous_tile, dq_third, True)
+    _add_dq(dq_own, previous_tile, dq_third, True)
     if OPTIONS.ordered:
         signal_successors(order_counters + previous_tile, previous_tile >= 0)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
@@ -341,7 +403,7 @@ def wide_backward_kernel(
     dk_out,  # (B, G, N_k, D), tiles of (OWN, PART)
     dv_out,  # (B, G, N_k, E), tiles of (OWN, VALUES)
     # From here on, parameters are those of hopper_backward_kernel, but for the counters' shape.
-    tiles_ptr,
+    key_tiles_ptr,
     order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
     N_QUERIES,
     N_KEYS,
@@ -361,7 +423,7 @@ def wide_backward_kernel(
     barriers = allocate_barriers(STAGES if OPTIONS.ordered else 0)
     stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
-    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), tiles_ptr, band)
+    work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):

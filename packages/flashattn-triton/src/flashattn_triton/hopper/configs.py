@@ -9,37 +9,48 @@ from flashattn_triton.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardConfig:
-    """The forward kernel's shape.
+class ForwardShape:
+    """The part of the forward kernel's shape that it is compiled for, whatever the problem.
 
     consumers: warp groups of 4 warps, each with 64 rows of queries.
-    keys: per tile.
     stages: tiles of K and of V that are in shared memory at a time.
     registers: of a consumer's thread.
     parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
     q_slots: 2, so that the next tile of Q is loaded ahead, or 1: then the output takes its place.
+    named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
+        mbarriers.
+    partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
+        the end of a tile of queries.
+    seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
+        times too small.
+    """
+
+    consumers: int
+    stages: int
+    registers: int
+    parts: int = 1
+    q_slots: int = 2
+    named_releases: bool = False
+    partial_sums: bool = False
+    seldom_rescales: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardConfig(ForwardShape):
+    """The forward kernel's shape, and how its programs go through the tiles.
+
+    keys: per tile.
     halves: of a tile on an aligned diagonal, the first of two consumers computes the half that its
         queries see.
     rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
         many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
         head at a time.
-    named_releases: tiles of K and V are released at hardware barriers, warp by warp.
-    partial_sums: threads sum up their own columns of a row, and lanes add up their sums at the end.
-    seldom_rescales: sums are multiplied only when a row's maximum has risen by a factor of 2^8.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
     """
 
-    consumers: int
     keys: int
-    stages: int
-    registers: int
-    parts: int = 1
-    q_slots: int = 2
     halves: bool = False
     rounds: int = 0
-    named_releases: bool = False
-    partial_sums: bool = False
-    seldom_rescales: bool = False
     spills: int = 0
 
     @property

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from flashattn_triton.hopper.configs import columns_in_use, forward_config, forward_widths
+from flashattn_triton.hopper.configs import (
+    ForwardShape,
+    columns_in_use,
+    forward_config,
+    forward_widths,
+)
 from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
 from flashattn_triton.hopper.launch import (
     edges,
     hopper_launch,
-    packed_tile_map,
     tile_map,
 )
 from flashattn_triton.hopper.packed import (
@@ -152,15 +156,8 @@ def hopper_forward_call(
         "tanh_scale": None if softcap is None else problem.scale / softcap,
     }
     options = ForwardOptions(
-        consumers=config.consumers,
-        stages=config.stages,
-        parts=config.parts,
+        **{shape.name: getattr(config, shape.name) for shape in fields(ForwardShape)},
         columns=columns_in_use(max(head_dims), tile_columns),
-        q_slots=config.q_slots,
-        registers=config.registers,
-        named_releases=config.named_releases,
-        partial_sums=config.partial_sums,
-        seldom_rescales=config.seldom_rescales,
         negative=softcap is None and problem.scale < 0,
         shifted=offset != 0 or (packed and problem.bottom_right),
         halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
@@ -171,13 +168,13 @@ def hopper_forward_call(
         has_sinks=sinks is not None,
         fp32_out=in_fp32,
     )
-    map_of = packed_tile_map if packed else tile_map
+    map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
     query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
-    q_map = map_of(q_shape, strides[0], query_block, dtype)
-    k_map = map_of(k_shape, strides[1], key_block, dtype)
-    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns], dtype)
+    q_map = map_of(q_shape, strides[0], query_block)
+    k_map = map_of(k_shape, strides[1], key_block)
+    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns])
     # In the place of Q, if there is no other, it is as wide as a part of Q.
-    o_map = map_of(out.shape, out.stride(), query_block, dtype)
+    o_map = map_of(out.shape, out.stride(), query_block)
     o_strides = stride_numbers(o=[stride // 8 for stride in out.stride()[:3]])
     numbers |= {**o_strides, "E_DIV8": head_dims[1] // 8}
     if not in_fp32:

@@ -1,5 +1,5 @@
 # Kernels are typed by Triton's compiler, not by annotations.
-# mypy: disable-error-code="no-untyped-def,attr-defined"
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
 """The forward pass on sm_90: FlashAttention-3's division of labour (arXiv:2407.08608), in Gluon.
 
 A program computes CONSUMERS · 64 rows of queries of one head. One warp group, the producer, only
@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashattn_triton.hopper.configs import ForwardShape
 from flashattn_triton.hopper.products import (
     issue_columns,
     issue_over_columns,
@@ -67,11 +68,13 @@ from flashattn_triton.hopper.scores import (
     sums_of_columns,
 )
 from flashattn_triton.hopper.support import (
+    allocate_tiles,
     exp2,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
     named_barrier_sync_at,
+    new_barriers,
     raised_max,
     to_operand,
 )
@@ -84,22 +87,12 @@ VALUE_SLOT = gl.constexpr(1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardOptions:
+class ForwardOptions(ForwardShape):
     """Compile-time options of the forward kernel.
 
-    consumers: warp groups with ROWS rows each.
-    stages: tiles of K and of V that are in shared memory at a time.
-    parts: of equal width, into which tiles of Q and K are cut.
     columns: of each part of Q and K, those that are in use; of V, as many others are not.
-    q_slots: 2, or 1 if the output takes the place of Q.
-    registers: of a consumer's thread.
     negative: the scale is.
     shifted: the diagonal's offset is not 0.
-    named_releases: consumers release tiles of K and V at hardware barriers, not at mbarriers.
-    partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
-        the end of a tile of queries.
-    seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
-        times too small.
     halved: no query of the first of two consumers sees more than half of its last tile of keys.
     is_causal: no query sees a key after its diagonal.
     has_left: no query sees a key more than ``width`` before its diagonal.
@@ -108,15 +101,7 @@ class ForwardOptions:
     fp32_out: the output is stored as it was accumulated.
     """
 
-    consumers: int
-    stages: int
-    parts: int
     columns: int
-    q_slots: int
-    registers: int
-    named_releases: bool
-    partial_sums: bool
-    seldom_rescales: bool
     negative: bool
     shifted: bool
     halved: bool
@@ -320,12 +305,11 @@ def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.
 
 @gluon.jit
 def _parts_of(smem, tile, PARTS: gl.constexpr):
-    """The parts of one tile of Q, of which there are one or three."""
-    if PARTS == 3:
-        parts = (smem.index(3 * tile), smem.index(3 * tile + 1), smem.index(3 * tile + 2))
-    else:
-        parts = (smem.index(tile),)  # type: ignore[assignment]
-    return parts  # one return statement, because Triton 3.6 wants all returns to have one type
+    """The parts of one tile of Q."""
+    parts = ()
+    for part in gl.static_range(PARTS):
+        parts += (smem.index(PARTS * tile + part),)
+    return parts
 
 
 @gluon.jit
@@ -634,36 +618,22 @@ def hopper_forward_kernel(
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[-2]
     WIDTH: gl.constexpr = k_desc.block_shape[-1]
-    E: gl.constexpr = v_desc.block_shape[-1]
-    Q_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], DTYPE)
-    K_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], DTYPE)
-    V_SMEM: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, E], DTYPE)
-    q_smem = gl.allocate_shared_memory(DTYPE, [Q_SLOTS * CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
-    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES * PARTS, KEYS, WIDTH], K_SMEM)
-    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, E], V_SMEM)
+    q_smem = allocate_tiles(DTYPE, Q_SLOTS * CONSUMERS * PARTS, ROWS, WIDTH)
+    k_smem = allocate_tiles(DTYPE, STAGES * PARTS, KEYS, WIDTH)
+    v_smem = allocate_tiles(DTYPE, STAGES, KEYS, v_desc.block_shape[-1])
     o_smem = q_smem
     if Q_SLOTS > 1:
-        o_smem = gl.allocate_shared_memory(DTYPE, [CONSUMERS * PARTS, ROWS, WIDTH], Q_SMEM)
+        o_smem = allocate_tiles(DTYPE, CONSUMERS * PARTS, ROWS, WIDTH)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     records = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, RECORD], RECORDS)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_full = new_barriers(Q_SLOTS, 1)
+    q_empty = new_barriers(Q_SLOTS, CONSUMERS)
+    k_full = new_barriers(STAGES, 1)
+    v_full = new_barriers(STAGES, 1)
     k_empty, v_empty = k_full, v_full
     if not OPTIONS.named_releases:
-        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    for i in gl.static_range(Q_SLOTS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        if not OPTIONS.named_releases:
-            mbarrier.init(k_empty.index(i), count=CONSUMERS)
-            mbarrier.init(v_empty.index(i), count=CONSUMERS)
+        k_empty = new_barriers(STAGES, CONSUMERS)
+        v_empty = new_barriers(STAGES, CONSUMERS)
     descriptors = (q_desc, k_desc, v_desc, o_out)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     buffers = (q_smem, k_smem, v_smem, o_smem, records)

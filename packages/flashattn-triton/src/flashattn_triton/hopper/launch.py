@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ def tile_map(
     strides: Sequence[int],
     block: Sequence[int],
     dtype: torch.dtype,
+    *,
+    packed: bool = False,
 ) -> TileView:
     """Tiles of ``block`` elements of tensors of up to five dimensions, stored as matrix operands.
 
@@ -32,39 +33,23 @@ def tile_map(
     tile of shape (1, 1, N, D) is loaded to, or stored from, shared memory of shape (N, D).
 
     Args:
-        shape: of the tensor.
+        shape: of the tensor; (1, H, T, D) if ``packed``.
         strides: in elements; the last is 1, the others are multiples of 16 bytes, except that those
             of dimensions of size 1 are never used and may be anything.
         block: powers of two.
         dtype: of the tensor.
+        packed: tiles end where a sequence ends; see :mod:`schedule`.
     """
     spare = max(16, shape[-1])
     used = [spare if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True)]
-    layout = gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
-    return TileView(list(shape), [*used, 1], list(block), dtype, layout)
-
-
-def packed_tile_map(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    block: Sequence[int],
-    dtype: torch.dtype,
-) -> TileView:
-    """Tiles of a packed batch's tensors, which end where a sequence ends; see :mod:`schedule`.
-
-    Args:
-        shape: (1, H, T, D).
-        strides: as of :func:`tile_map`.
-        block: as of :func:`tile_map`.
-        dtype: of the tensors.
-    """
-    _, heads, _, width = shape
-    _, head, row, element = tile_map(shape, strides, block, dtype).strides
-    return replace(
-        tile_map([1, *shape], [0, *strides], [1, *block], dtype),
-        shape=[_ANY_TOKEN, _ANY_TOKEN, heads, PACKED_END, width],
-        strides=[2**34 - row, row, head, row, element],
-    )
+    seen, steps, tile = list(shape), [*used, 1], list(block)
+    if packed:
+        _, heads, _, width = shape
+        _, head, row = used
+        seen = [_ANY_TOKEN, _ANY_TOKEN, heads, PACKED_END, width]
+        steps, tile = [2**34 - row, row, head, row, 1], [1, *block]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, _ELEMENTS[dtype])
+    return TileView(seen, steps, tile, dtype, layout)
 
 
 def hopper_launch(

@@ -34,25 +34,37 @@ def _store_parts(pointers, x):
 
 
 @triton.jit
-def _packed_rows(
-    tiles_ptr, N_HEADS, FIELDS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr
-):
-    """Rows of a packed batch: (head, first row, its sequence's rows, tokens before, first tile).
+def _rows_of_program(
+    tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED: tl.constexpr, FIELDS: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(batch element, head, head of all, first row, rows, tokens before, first padded row).
 
-    Programs of one head's tile are neighbours. ``first tile``: of the head, in tiles of QUERIES
-    rows, where ``schedule.tiles_before`` looks for it.
+    Rows are those of one head of a batch element or sequence, before which a packed batch has
+    ``tokens before``. ``first padded row``: of the head, among the rows of all heads, padded to
+    whole tiles, where ``backward_common.work_of_program`` finds it too. In a packed batch, programs
+    of one head's tile are neighbours.
     """
-    programs_of_tile = QUERIES // ROWS
-    index = tl.program_id(0) // programs_of_tile
-    entry = tiles_ptr + (1 + index // N_HEADS) * FIELDS
-    n_queries = tl.load(entry + 2)
-    first_token = tl.load(entry + 1) - n_queries
-    head = index % N_HEADS
-    n_tiles = tl.maximum(tl.cdiv(n_queries, QUERIES), 1)
-    first_tile = (first_token // QUERIES + tl.load(entry + 7)) * N_HEADS + head * n_tiles
-    first_row = (index // N_HEADS - tl.load(entry)) * QUERIES
-    first_row += (tl.program_id(0) % programs_of_tile) * ROWS
-    return head.to(tl.int64), first_row, n_queries, first_token, first_tile.to(tl.int64)
+    if PACKED:
+        programs_of_tile = QUERIES // ROWS
+        index = tl.program_id(0) // programs_of_tile
+        entry = tiles_ptr + (1 + index // N_HEADS) * FIELDS
+        n_rows = tl.load(entry + 2)
+        first_token = tl.load(entry + 1) - n_rows
+        head = index % N_HEADS
+        n_tiles = tl.maximum(tl.cdiv(n_rows, QUERIES), 1)
+        first_tile = (first_token // QUERIES + tl.load(entry + 7)) * N_HEADS + head * n_tiles
+        first_row = (index // N_HEADS - tl.load(entry)) * QUERIES
+        first_row += (tl.program_id(0) % programs_of_tile) * ROWS
+        head = head.to(tl.int64)
+        rows = (0, head, head, first_row, n_rows, first_token, first_tile.to(tl.int64) * QUERIES)
+    else:
+        n_tiles = N_PADDED // ROWS
+        first_row = (tl.program_id(0) % n_tiles) * ROWS
+        head = (tl.program_id(0) // n_tiles).to(tl.int64)
+        b, h = head // N_HEADS, head % N_HEADS
+        rows = (b, h, head, first_row, N_QUERIES, 0, head * N_PADDED)
+    return rows
 
 
 @triton.jit(
@@ -95,26 +107,17 @@ def preprocess_kernel(
     QUERIES: tl.constexpr,
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H."""
+    if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+        return
+    b, h, head, first_row, n_rows, first_token, first_padded = _rows_of_program(
+        tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED, FIELDS, QUERIES, ROWS
+    )
     if PACKED:
-        if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
-            return
-        head, first_row, n_rows, first_token, first_tile = _packed_rows(
-            tiles_ptr, N_HEADS, FIELDS, QUERIES, ROWS
-        )
-        h = head
-        b = 0
         O_ptr += first_token.to(tl.int64) * stride_oq * 8
         dO_ptr += first_token.to(tl.int64) * stride_doq * 8
         L_ptr += first_token
         if HAS_DL:
             dL_ptr += first_token.to(tl.int64) * stride_dlq
-    else:
-        n_tiles = N_PADDED // ROWS
-        first_row = (tl.program_id(0) % n_tiles) * ROWS
-        head = (tl.program_id(0) // n_tiles).to(tl.int64)  # of B · H
-        h = head % N_HEADS
-        b = head // N_HEADS
-        n_rows = N_QUERIES
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = rows < n_rows
@@ -134,7 +137,7 @@ def preprocess_kernel(
     # A row that sees no key has L = -inf, a constant: P and whatever dL claims count for nothing.
     is_infinite = tl.abs(logsumexp) == float("inf")
     far = tl.where(factor > 0.0, FAR, -FAR)  # times the scale always negative
-    row = (first_tile * QUERIES if PACKED else head * N_PADDED) + rows
+    row = first_padded + rows
     parts = statistics_ptr + row * 16
     _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
@@ -150,8 +153,8 @@ def preprocess_kernel(
     ]
 )
 def postprocess_kernel(
-    sum_ptr,  # (B, H, N_PADDED, SUM_PARTS · WIDTH) fp32, each 64 rows in the order said below
-    dq_ptr,
+    dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · WIDTH) fp32, each 64 rows in the order said below
+    dq_out,
     tiles_ptr,  # as of preprocess_kernel
     stride_qb,
     stride_qh,
@@ -163,7 +166,7 @@ def postprocess_kernel(
     scale,
     WIDTH: tl.constexpr,
     NARROW: tl.constexpr,  # D < SUM_PARTS · WIDTH
-    ADDS: tl.constexpr,  # to what dq_ptr holds in fp32
+    ADDS: tl.constexpr,  # to what dq_out holds in fp32
     SUM_PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     PACKED: tl.constexpr,
@@ -175,26 +178,15 @@ def postprocess_kernel(
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
     """
-    if PACKED:
-        if tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
-            return
-        h, first_row, n_rows, first_token, first_tile = _packed_rows(
-            tiles_ptr, N_HEADS, FIELDS, QUERIES, ROWS
-        )
-        b = 0
-        first_padded = first_tile * QUERIES
-    else:
-        n_tiles = N_PADDED // ROWS
-        first_row = (tl.program_id(0) % n_tiles) * ROWS
-        head = (tl.program_id(0) // n_tiles).to(tl.int64)
-        h = head % N_HEADS
-        b = head // N_HEADS
-        n_rows = N_QUERIES
-        first_padded = head * N_PADDED
+    if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+        return
+    b, h, _, first_row, n_rows, first_token, first_padded = _rows_of_program(
+        tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED, FIELDS, QUERIES, ROWS
+    )
     rows = tl.arange(0, ROWS)[:, None]
     for part in tl.static_range(SUM_PARTS):
         columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        block = sum_ptr + (first_padded + first_row) * (SUM_PARTS * WIDTH) + part * (ROWS * WIDTH)
+        block = dq_ptr + (first_padded + first_row) * (SUM_PARTS * WIDTH) + part * (ROWS * WIDTH)
         total = tl.load(block + tl.arange(0, ROWS * WIDTH))
         # c // 8, r // 16, r % 8, c % 8 // 2, r % 16 // 8 and c % 2, for row r and column c.
         total = tl.permute(tl.reshape(total, (WIDTH // 8, 4, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5))
@@ -205,8 +197,8 @@ def postprocess_kernel(
         wide = (first_row + rows).to(tl.int64)
         if PACKED:
             wide += first_token
-        dq_rows = dq_ptr + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
+        dq_rows = dq_out + (b * stride_qb + h * stride_qh + wide * stride_qq) * 8
         dq = total * scale
         if ADDS:
             dq += tl.load(dq_rows + columns, mask=present, other=0.0)
-        tl.store(dq_rows + columns, dq.to(dq_ptr.dtype.element_ty), mask=present)
+        tl.store(dq_rows + columns, dq.to(dq_out.dtype.element_ty), mask=present)

@@ -1,5 +1,5 @@
 # Kernels are typed by Triton's compiler, not by annotations.
-# mypy: disable-error-code="no-untyped-def,attr-defined"
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
 """Products of tiles of which only the first columns are in use, for both kernels on sm_90.
 
 Tiles in shared memory are 64 or 128 columns wide, because Gluon's shapes are powers of two, and the
@@ -44,97 +44,92 @@ def issue_over_columns(a, b, acc, COLUMNS: gl.constexpr, USE_ACC: gl.constexpr =
 def zero_columns(ROWS: gl.constexpr, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
     """Accumulators of (ROWS, COLUMNS), by ranges, of four warps."""
     if COLUMNS == WIDTH:
-        WHOLE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-        accs = (gl.zeros([ROWS, WIDTH], gl.float32, WHOLE),)
+        accs = (zero_accumulator(ROWS, WIDTH),)
     else:
         REST: gl.constexpr = COLUMNS - FIRST
-        LEFT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FIRST, 16])
-        RIGHT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
-        accs = (  # type: ignore[assignment]
-            gl.zeros([ROWS, FIRST], gl.float32, LEFT),
-            gl.zeros([ROWS, REST], gl.float32, RIGHT),
-        )
+        accs = (zero_accumulator(ROWS, FIRST), zero_accumulator(ROWS, REST))
     return accs
+
+
+@gluon.jit
+def zero_accumulator(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """One accumulator of four warps."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _range_of(tile, accs, i: gl.constexpr):
+    """The columns of a tile in shared memory that belong to accumulator ``i``."""
+    return tile if len(accs) == 1 else tile.slice(i * FIRST, accs[i].shape[1], dim=1)
 
 
 @gluon.jit
 def issue_columns(a, b, accs):
     """Starts ``accs + a b``. ``a`` is an operand in registers, ``b`` a tile in shared memory."""
-    if len(accs) == 1:
-        started = (warpgroup_mma(a, b, accs[0], is_async=True),)
-    else:
-        REST: gl.constexpr = accs[1].shape[1]
-        LEFT: gl.constexpr = gl.DotOperandLayout(0, accs[0].type.layout, 2)
-        RIGHT: gl.constexpr = gl.DotOperandLayout(0, accs[1].type.layout, 2)
-        a_left = gl.convert_layout(a, LEFT, assert_trivial=True)
-        a_right = gl.convert_layout(a, RIGHT, assert_trivial=True)
-        started = (  # type: ignore[assignment]
-            warpgroup_mma(a_left, b.slice(0, FIRST, dim=1), accs[0], is_async=True),
-            warpgroup_mma(a_right, b.slice(FIRST, REST, dim=1), accs[1], is_async=True),
-        )
+    started = ()
+    for i in gl.static_range(len(accs)):
+        operand = a if len(accs) == 1 else _operand_of(a, accs[i])
+        started += (warpgroup_mma(operand, _range_of(b, accs, i), accs[i], is_async=True),)
     return started
+
+
+@gluon.jit
+def _operand_of(a, acc):
+    """``a`` for a product that is added to ``acc``; nothing moves between threads."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(a, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def wait_for_columns(accs, PENDING: gl.constexpr):
     """Accumulators whose products are complete, when at most PENDING later ones are in flight."""
-    if len(accs) == 1:
-        done = (warpgroup_mma_wait(PENDING, deps=(accs[0],)),)
-    else:
-        left, right = warpgroup_mma_wait(PENDING, deps=(accs[0], accs[1]))
-        done = (left, right)  # type: ignore[assignment]
-    return done
+    done = warpgroup_mma_wait(PENDING, deps=accs)
+    return (done,) if len(accs) == 1 else done
 
 
 @gluon.jit
 def wait_for_all(acc, accs):
     """``acc`` and ``accs`` when all products are complete."""
-    if len(accs) == 1:
-        acc, left = warpgroup_mma_wait(0, deps=(acc, accs[0]))
-        done = (left,)
-    else:
-        acc, left, right = warpgroup_mma_wait(0, deps=(acc, accs[0], accs[1]))
-        done = (left, right)  # type: ignore[assignment]
-    return acc, done
+    pending = (acc,)
+    pending += accs
+    done = warpgroup_mma_wait(0, deps=pending)
+    return done[0], done[1:]
 
 
 @gluon.jit
 def scaled(accs, factor):
     """Accumulators times one factor."""
-    products = (accs[0] * factor,)
-    if len(accs) == 2:
-        products = (accs[0] * factor, accs[1] * factor)  # type: ignore[assignment]
+    products = ()
+    for i in gl.static_range(len(accs)):
+        products += (accs[i] * factor,)
     return products
 
 
 @gluon.jit
 def scale_rows(accs, factors):
     """Accumulators times one factor for each row."""
-    LEFT: gl.constexpr = gl.SliceLayout(1, accs[0].type.layout)
-    left = accs[0] * gl.expand_dims(gl.convert_layout(factors, LEFT), 1)
-    if len(accs) == 1:
-        scaled = (left,)
-    else:
-        RIGHT: gl.constexpr = gl.SliceLayout(1, accs[1].type.layout)
-        right = accs[1] * gl.expand_dims(gl.convert_layout(factors, RIGHT), 1)
-        scaled = (left, right)  # type: ignore[assignment]
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        scaled += (accs[i] * _of_rows(factors, accs[i]),)
     return scaled
 
 
 @gluon.jit
 def scale_risen_rows(accs, factors, rises):
     """:func:`scale_rows`, skipped by warps that have no row whose maximum ``rises``."""
-    LEFT: gl.constexpr = gl.SliceLayout(1, accs[0].type.layout)
-    by_left = gl.expand_dims(gl.convert_layout(factors, LEFT), 1)
-    left = multiply_if(accs[0], by_left, gl.expand_dims(gl.convert_layout(rises, LEFT), 1))
-    if len(accs) == 1:
-        scaled = (left,)
-    else:
-        RIGHT: gl.constexpr = gl.SliceLayout(1, accs[1].type.layout)
-        by_right = gl.expand_dims(gl.convert_layout(factors, RIGHT), 1)
-        rises_right = gl.expand_dims(gl.convert_layout(rises, RIGHT), 1)
-        scaled = (left, multiply_if(accs[1], by_right, rises_right))  # type: ignore[assignment]
+    scaled = ()
+    for i in gl.static_range(len(accs)):
+        by, condition = _of_rows(factors, accs[i]), _of_rows(rises, accs[i])
+        scaled += (multiply_if(accs[i], by, condition),)
     return scaled
+
+
+@gluon.jit
+def _of_rows(x, acc):
+    """A number for each row, in the layout of an accumulator."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    return gl.expand_dims(gl.convert_layout(x, LAYOUT), 1)
 
 
 @gluon.jit
@@ -144,9 +139,9 @@ def write_columns(rows, n_rows, stride, width_div8, accs, ADDS: gl.constexpr):
     ``rows``: pointer to the first one. ``n_rows``: how many there are; may be less than 1.
     ``stride``: from row to row, and ``width_div8`` the columns of a row, both in units of 8.
     """
-    _write_range(rows, n_rows, stride, width_div8, accs[0], ADDS)
-    if len(accs) == 2:
-        _write_range(rows + FIRST, n_rows, stride, width_div8 - FIRST // 8, accs[1], ADDS)
+    for i in gl.static_range(len(accs)):
+        present_div8 = width_div8 - i * (FIRST // 8)
+        _write_range(rows + i * FIRST, n_rows, stride, present_div8, accs[i], ADDS)
 
 
 @gluon.jit
@@ -164,8 +159,5 @@ def _write_range(rows, n_rows, stride, width_div8, acc, ADDS: gl.constexpr):
 @gluon.jit
 def store_columns(tile, accs):
     """Rounds accumulators and stores them as the first columns of a tile in shared memory."""
-    if len(accs) == 1:
-        tile.store(accs[0].to(tile.dtype))
-    else:
-        tile.slice(0, FIRST, dim=1).store(accs[0].to(tile.dtype))
-        tile.slice(FIRST, accs[1].shape[1], dim=1).store(accs[1].to(tile.dtype))
+    for i in gl.static_range(len(accs)):
+        _range_of(tile, accs, i).store(accs[i].to(tile.dtype))

@@ -1,5 +1,5 @@
 # Kernels are typed by Triton's compiler, not by annotations.
-# mypy: disable-error-code="no-untyped-def,attr-defined"
+# mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
 """Which tiles a program of the Hopper kernels computes, of a dense or of a packed batch.
 
 Of a dense batch the host knows everything. Where the sequences of a packed batch start is known on
@@ -157,16 +157,10 @@ def entry_of_tile(tiles_ptr, tile):
     all sequences, the sequence).
     """
     entry = tiles_ptr + (1 + tile) * FIELDS
-    return (
-        gl.load(entry),
-        gl.load(entry + 1),
-        gl.load(entry + 2),
-        gl.load(entry + 3),
-        gl.load(entry + 4),
-        gl.load(entry + 5),
-        gl.load(entry + 6),
-        gl.load(entry + 7),
-    )
+    fields = ()
+    for i in gl.static_range(FIELDS):
+        fields += (gl.load(entry + i),)
+    return fields
 
 
 @gluon.jit
@@ -220,7 +214,7 @@ def tile_index(round_index):
 
 
 @gluon.jit
-def _packed_tile(index, work, ROWS_PER_TILE: gl.constexpr):
+def _tile_of_sequence(index, work, ROWS_PER_TILE: gl.constexpr, BOTTOM_RIGHT: gl.constexpr):
     """:func:`tile_at` of a packed batch: sequence after sequence, each in groups of heads."""
     sizes, band, tiles_ptr = work
     _N_TILES, _N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
@@ -238,11 +232,13 @@ def _packed_tile(index, work, ROWS_PER_TILE: gl.constexpr):
     tile = gl.where((groups_after - group) % 2 == 0, n_tiles - 1 - tile, tile)
     q_at = (end_q, END - n_queries)
     k_at = (end_k, END - n_keys)
+    if BOTTOM_RIGHT:
+        offset = offset + n_keys - n_queries
     return tile * ROWS_PER_TILE, head, n_queries, (n_keys, offset, width), q_at, k_at
 
 
 @gluon.jit
-def _dense_tile(index, work, ROWS_PER_TILE: gl.constexpr):
+def _tile_of_batch(index, work, ROWS_PER_TILE: gl.constexpr):
     """:func:`tile_at` of a dense batch: groups of heads of all batch elements."""
     sizes, band, _ = work
     N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
@@ -271,13 +267,10 @@ def tile_at(index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     they end as the next one begins.
     """
     if OPTIONS.packed:
-        first_row, head, n_queries, own_band, q_at, k_at = _packed_tile(index, work, ROWS_PER_TILE)
-        if OPTIONS.bottom_right:
-            n_keys, offset, width = own_band
-            own_band = (n_keys, offset + n_keys - n_queries, width)
+        found = _tile_of_sequence(index, work, ROWS_PER_TILE, OPTIONS.bottom_right)
     else:
-        first_row, head, n_queries, own_band, q_at, k_at = _dense_tile(index, work, ROWS_PER_TILE)
-    return first_row, head, n_queries, own_band, q_at, k_at
+        found = _tile_of_batch(index, work, ROWS_PER_TILE)
+    return found
 
 
 @gluon.jit
@@ -435,29 +428,3 @@ def allow_addition(
     n = predecessors(tile, own, walked, tiles, KEYS, QUERIES, is_causal)
     wait_for_predecessors(order_counter, n * SIGNALS)
     mbarrier.arrive(may_add, count=1)
-
-
-@gluon.jit
-def query_tiles(n_queries, QUERIES: gl.constexpr, PACKED: gl.constexpr):
-    """How many tiles of queries a head has: of an empty sequence one, without rows."""
-    n_tiles = gl.cdiv(n_queries, QUERIES)
-    if PACKED:
-        n_tiles = max(n_tiles, 1)
-    return n_tiles
-
-
-@gluon.jit
-def tiles_before(
-    q_at, n_queries, sequence, n_heads, n_tiles, QUERIES: gl.constexpr, PACKED: gl.constexpr
-):
-    """How many tiles lie before those of a sequence, in the statistics and in the sum of dQ.
-
-    Each packed sequence begins at a multiple of QUERIES rows there, so that no tile belongs to two
-    sequences. With n tokens and s sequences before it, it begins at tile
-    (n // QUERIES + s) · n_heads.
-    """
-    if PACKED:
-        tiles = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
-    else:
-        tiles = sequence * n_heads * n_tiles
-    return tiles

@@ -1,11 +1,12 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""Lines of PTX for what the Hopper kernels need beyond Gluon's interface."""
+"""Lines of PTX for what the Hopper kernels need beyond Gluon's interface, and shared memory."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashattn_triton.triton_versions import rounds_in_pairs, tma_copies
 
@@ -14,6 +15,23 @@ tma_load, tma_store = tma_copies()
 ROUNDS_IN_PAIRS = gl.constexpr(rounds_in_pairs())
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
+
+
+@gluon.jit
+def allocate_tiles(DTYPE: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Shared memory of N tiles, which the TMA and products read."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [N, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N mbarriers in shared memory; COUNT arrivals complete a phase of one."""
+    LAYOUT: gl.constexpr = mbarrier.MBarrierLayout()
+    barriers = gl.allocate_shared_memory(gl.int64, [N, 1], LAYOUT)
+    for i in gl.static_range(N):
+        mbarrier.init(barriers.index(i), count=COUNT)
+    return barriers
 
 
 @gluon.jit

@@ -39,13 +39,9 @@ from flashattn_triton.launch import (
     padded,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.backward_layout import BackwardLayout
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
-from flashattn_triton.portable.preprocess import (
-    PREPROCESS_TILES,
-    preprocess_addresses,
-    preprocess_launch,
-)
+from flashattn_triton.portable.launch import KernelInputs
+from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.portable.query_pass import query_pass_launch
 from flashattn_triton.problem import Problem, heads_first
 
@@ -77,41 +73,24 @@ class BackwardCall:
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1, added to ``into`` if that is given."""
-        given = given_addresses(packing, mask_and_bias)
         fp32 = torch.float32
         dq, dk, dv = into or [
             query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
         ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        self.preprocess(
-            preprocess_addresses(out, logsumexp, grad_out, grad_logsumexp, statistics, dq_sum)
-        )
-        self.key_pass(
-            {
-                "Q": query.data_ptr(),
-                "K_ptr": key.data_ptr(),
-                "V_ptr": value.data_ptr(),
-                "dO": grad_out.data_ptr(),
-                "statistics": statistics.data_ptr(),
-                "dQ": (dq if dq_sum is None else dq_sum).data_ptr(),
-                "dK_ptr": dk.data_ptr(),
-                "dV_ptr": dv.data_ptr(),
-                **given,
-            }
-        )
+        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+        addresses = {
+            **backward_addresses(read, statistics),
+            "dQ_ptr": (dq if dq_sum is None else dq_sum).data_ptr(),
+            "dK_ptr": dk.data_ptr(),
+            "dV_ptr": dv.data_ptr(),
+            **given_addresses(packing, mask_and_bias),
+        }
+        self.preprocess(addresses)
+        self.key_pass(addresses)
         if self.query_pass is not None:
-            self.query_pass(
-                {
-                    "Q_ptr": query.data_ptr(),
-                    "K": key.data_ptr(),
-                    "V": value.data_ptr(),
-                    "dO_ptr": grad_out.data_ptr(),
-                    "statistics_ptr": statistics.data_ptr(),
-                    "dQ_ptr": dq.data_ptr(),
-                    **given,
-                }
-            )
+            self.query_pass(addresses)
         if dq_sum is not None:
             # One elementwise kernel: scale and cast, or add.
             dq_view, dq_sum = heads_first(dq, self.layout), dq_sum[..., : query.shape[-1]]
@@ -152,21 +131,28 @@ def backward_call(
     width = padded(head_dim, dtype)
     if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
         dq = (heads * n_queries * width, n_queries * width, width, 1)
-    longest_tile = max(t.queries for t in (PREPROCESS_TILES, tiling.key_pass, tiling.query_pass))
+    longest_tile = max(ROWS, tiling.key_pass.queries, tiling.query_pass.queries)
     multiple = max(longest_tile, 0 if fused is None else fused.queries)
     n_padded = -(-n_queries // multiple) * multiple
-    tensors, strides = (query, key, value, grad_out), (dq, dk, dv)
-    layout = BackwardLayout.of(
-        tensors, strides, problem, packing, mask_and_bias, n_padded, adds=bool(into)
+    inputs = KernelInputs(
+        query=query,
+        key=key,
+        value=value,
+        problem=problem,
+        mask_and_bias=mask_and_bias,
+        packing=packing,
+        grad_out=grad_out,
+        results={"dq": dq, "dk": dk, "dv": dv},
+        n_padded=n_padded,
+        adds=bool(into),
     )
-    preprocess = preprocess_launch(
-        query, out, grad_out, grad_logsumexp, n_padded, zeroes=fused is not None
-    )
+    zeroed = None if fused is None else head_dim
+    preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=n_padded, zeroed=zeroed)
     if fused is None:
-        key_pass = key_pass_launch(layout, tiling.key_pass, NONE)
-        query_pass = query_pass_launch(layout, tiling.query_pass)
+        key_pass = key_pass_launch(inputs, tiling.key_pass, NONE)
+        query_pass = query_pass_launch(inputs, tiling.query_pass)
     else:
-        key_pass = key_pass_launch(layout, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
+        key_pass = key_pass_launch(inputs, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
         query_pass = None
     return BackwardCall(
         preprocess=preprocess,

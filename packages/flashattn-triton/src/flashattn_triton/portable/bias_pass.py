@@ -20,29 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.configs import Tiling
-from flashattn_triton.launch import (
-    Launch,
-    Parameter,
-    can_use_tma,
-    given_addresses,
-    tile_view,
-)
+from flashattn_triton.launch import Launch, Parameter, given_addresses, padded
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.backward_layout import BackwardLayout
+from flashattn_triton.portable.launch import KernelInputs, tma_tiles
 from flashattn_triton.portable.options import BiasPassOptions
-from flashattn_triton.portable.preprocess import (
-    PREPROCESS_TILES,
-    preprocess_addresses,
-    preprocess_launch,
-)
+from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.primitives import (
+    added_of,
     dot,
     key_range,
     load_rows,
     loop_bound,
     mask_of,
     probabilities,
-    slope_of,
     tile_indices,
     tma_load,
 )
@@ -85,7 +75,7 @@ def _gradient_of_scores(
     do,
     statistics_ptr,
     slopes_ptr,
-    bias,  # a pointer with four strides, and that of the mask
+    bias,  # a pointer, its four strides, and the mask's pointer
     batch,
     head,
     query_start,
@@ -103,7 +93,7 @@ def _gradient_of_scores(
     """dS of one tile of one head of one batch element, behind the soft-cap."""
     _, n_queries, n_keys, _, _, _ = mask
     n_heads, heads_per_kv = heads
-    bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk, mask_ptr = bias
+    bias_ptr, bias_strides, mask_ptr = bias
     PRECISION: tl.constexpr = OPTIONS.precision
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
@@ -114,7 +104,9 @@ def _gradient_of_scores(
     statistics = statistics_ptr + (b * n_heads + h) * 2 * n_padded
     logsumexp = tl.load(statistics + queries)
     delta = tl.load(statistics + n_padded + queries)
-    slope = slope_of(slopes_ptr, batch, n_heads, head, OPTIONS)
+    added = added_of(
+        slopes_ptr, bias_ptr, mask_ptr, bias_strides, batch, n_heads, head, n_keys, OPTIONS
+    )
     if OPTIONS.use_tma:  # rows and columns past the end are 0
         kv_head = head // heads_per_kv
         q_tile = tma_load(q[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.d_padded)
@@ -137,9 +129,6 @@ def _gradient_of_scores(
             do_tile, v_tile, rows, key_rows, stride_doq, stride_vk, n_rows, n_key_rows, OPTIONS.e,
             OPTIONS.e_padded, OPTIONS,
         )  # fmt: skip
-    if OPTIONS.has_mask:
-        mask_ptr += b * n_keys
-    added = (slope, bias_ptr + b * stride_bb + h * stride_bh, stride_bq, stride_bk, mask_ptr)
     p, _scores = probabilities(
         s, logsumexp, queries, key_start, key_rows, key_start, mask, added, factors, is_causal,
         OPTIONS, True, False,
@@ -220,7 +209,7 @@ def bias_pass_kernel(
     k = (K_ptr, stride_kb, stride_kh, stride_kk)
     v = (V_ptr, stride_vb, stride_vh, stride_vk)
     do = (dO_ptr, stride_dob, stride_doh, stride_doq)
-    bias = (bias_ptr, stride_bb, stride_bh, stride_bq, stride_bk, mask_ptr)
+    bias = (bias_ptr, (stride_bb, stride_bh, stride_bq, stride_bk), mask_ptr)
 
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
@@ -235,10 +224,10 @@ def bias_pass_kernel(
                 Q_TILE_SIZE,
             ):
                 query_start = query_start + 0  # a tensor under the interpreter too
-                start, _full_start, _full_stop, stop = key_range(
+                starts, stops = key_range(
                     query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
                 )
-                start, stop = tl.maximum(start, own_key), tl.minimum(stop, key_end)
+                start, stop = tl.maximum(starts[0], own_key), tl.minimum(stops[2], key_end)
                 for key_start in range(
                     loop_bound(start, OPTIONS.interpreted),
                     loop_bound(stop, OPTIONS.interpreted),
@@ -255,10 +244,8 @@ def bias_pass_kernel(
         # operands are loaded meanwhile.
         if not OPTIONS.has_prefix:
             mask = mask_of(0, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
-            start, _full_start, _full_stop, stop = key_range(
-                own_query, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
-            )
-            n_shared = tl.where((own_key >= start) & (own_key < stop), n_shared, 0)
+            starts, stops = key_range(own_query, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS)
+            n_shared = tl.where((own_key >= starts[0]) & (own_key < stops[2]), n_shared, 0)
         for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
@@ -311,18 +298,14 @@ class BiasCall:
         assert bias is not None
         statistics = query.new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
-        self.preprocess(preprocess_addresses(out, logsumexp, grad_out, grad_logsumexp, statistics))
-        self.launch(
-            {
-                "Q_ptr": query.data_ptr(),
-                "K_ptr": key.data_ptr(),
-                "V_ptr": value.data_ptr(),
-                "dO_ptr": grad_out.data_ptr(),
-                "statistics_ptr": statistics.data_ptr(),
-                "dB_ptr": gradient.data_ptr(),
-                **given_addresses(None, mask_and_bias),
-            }
-        )
+        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+        addresses = {
+            **backward_addresses(read, statistics),
+            "dB_ptr": gradient.data_ptr(),
+            **given_addresses(None, mask_and_bias),
+        }
+        self.preprocess(addresses)
+        self.launch(addresses)
         return gradient
 
 
@@ -341,67 +324,62 @@ def bias_call(
     bias = mask_and_bias.bias
     assert bias is not None
     batch, heads, n_queries, head_dim = query.shape
-    n_keys, value_dim = key.shape[2], value.shape[3]
+    n_keys, dtype = key.shape[2], query.dtype
     # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By the
     # TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
-    half = query.dtype.itemsize == 2 and tiling.query_pass.use_tma
-    use_tma = half and all(map(can_use_tma, (query, key, value, grad_out)))
-    stages = 2 if use_tma and max(head_dim, value_dim) <= 64 else 1
+    multiple = max(tiling.query_pass.queries, ROWS)
+    inputs = KernelInputs(
+        query=query,
+        key=key,
+        value=value,
+        problem=problem,
+        mask_and_bias=mask_and_bias,
+        grad_out=grad_out,
+        n_padded=-(-n_queries // multiple) * multiple,
+    )
+    use_tma = dtype.itemsize == 2 and tiling.query_pass.use_tma and inputs.readable_by_tma
+    stages = 2 if use_tma and max(head_dim, value.shape[3]) <= 64 else 1
     tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
     if use_tma:
         tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
-    multiple = max(tiles.queries, PREPROCESS_TILES.queries)
-    n_padded = -(-n_queries // multiple) * multiple
-    preprocess = preprocess_launch(query, out, grad_out, grad_logsumexp, n_padded, zeroes=False)
     own_batch, own_heads, own_queries, own_keys = bias.shape
-    layout = BackwardLayout.of(
-        (query, key, value, grad_out), (), problem, None, mask_and_bias, n_padded
-    )
-    numbers = {
-        **layout.numbers(),
-        "N_HEADS": heads,
-        "OWN_HEADS": own_heads,
-        "SHARING_BATCHES": batch // own_batch,
-        "SHARING_HEADS": heads // own_heads,
-    }
-    width, value_width = layout.widths
-    options = layout.options(
+    options = inputs.options(
         BiasPassOptions,
         bias_pass_kernel,
         tiles,
-        columns=min(_BYTES_OF_COLUMNS // query.dtype.itemsize, width, value_width),
+        columns=min(
+            _BYTES_OF_COLUMNS // dtype.itemsize,
+            *(padded(x.shape[3], dtype) for x in (query, value)),
+        ),
         shared_by_queries=own_queries < n_queries,
         shared_by_keys=own_keys < n_keys,
     )
     rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
     columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
-    programs = rows * columns * own_heads * own_batch
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), dtype),
         "statistics_ptr": torch.float32,
-        **layout.given,
         "dB_ptr": bias.dtype,
     }
-    del parameters["cu_seqlens_q_ptr"], parameters["cu_seqlens_k_ptr"]
     if use_tma:
         parameters |= {
-            name: tile_view(x.shape, x.stride(), [1, 1, n, w], x.dtype)
-            for name, x, n, w in (
-                ("Q_ptr", query, tiles.queries, width),
-                ("K_ptr", key, tiles.keys, width),
-                ("V_ptr", value, tiles.keys, value_width),
-                ("dO_ptr", grad_out, tiles.queries, value_width),
-            )
+            "Q_ptr": tma_tiles(query, tiles.queries),
+            "K_ptr": tma_tiles(key, tiles.keys),
+            "V_ptr": tma_tiles(value, tiles.keys),
+            "dO_ptr": tma_tiles(grad_out, tiles.queries),
         }
-    launch = Launch(
+    launch = inputs.launch(
         bias_pass_kernel,
-        query.device,
-        programs,
+        tiles,
+        options,
         parameters,
-        numbers,
-        layout.constants(tiles, options),
-        warps=tiles.warps,
-        stages=tiles.stages,
+        {
+            "OWN_HEADS": own_heads,
+            "SHARING_BATCHES": batch // own_batch,
+            "SHARING_HEADS": heads // own_heads,
+        },
+        programs=rows * columns * own_heads * own_batch,
     )
-    statistics = (batch * heads, 2, n_padded)
+    preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
+    statistics = (batch * heads, 2, inputs.n_padded)
     return BiasCall(preprocess=preprocess, launch=launch, statistics=statistics)

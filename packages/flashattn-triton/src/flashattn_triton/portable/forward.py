@@ -36,34 +36,29 @@ from flashattn_triton.launch import (
     empty_output,
     empty_row_statistic,
     given_addresses,
-    given_parameters,
     in_layout,
-    option_numbers,
-    outer,
-    register_limit,
-    stride_numbers,
     tile_view,
-    tiles_of_head,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.options import ForwardOptions, kernel_options
+from flashattn_triton.portable.launch import KernelInputs, tma_tiles
+from flashattn_triton.portable.options import ForwardOptions
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
     LOG2_E,
+    added_of,
     alibi_of_rows,
     dot,
     key_range,
     load_rows,
+    load_tile,
     loop_bound,
     mask_of,
-    packed_tile_of_program,
+    rows_of_head,
     scores_tile,
-    slope_of,
     store_rows,
     tile_indices,
     tile_of_program,
-    tma_load,
 )
 from flashattn_triton.problem import Problem
 
@@ -74,10 +69,9 @@ def _attend(
     row_sum,  # (Q_TILE_SIZE,) fp32
     row_max,  # (Q_TILE_SIZE,) fp32, in units of log2
     q,  # (Q_TILE_SIZE, D_PADDED)
-    K,  # a pointer to this head, or a descriptor of all of (B, G, N_k, D); so is V
-    V,
-    kv_position,  # batch element and head in the descriptors
-    kv_strides,  # of a row of K and of V
+    key_source,  # of load_tile, as is the next
+    value_source,
+    kv_position,
     start,
     stop,
     queries,
@@ -96,8 +90,6 @@ def _attend(
 ):
     """Folds keys ``start`` to ``stop`` into the accumulators."""
     offset, n_keys = mask[0], mask[2]
-    batch, kv_head = kv_position
-    stride_kk, stride_vk = kv_strides
     bias_batch, bias_head = bias_position
     K_TILE_SIZE: tl.constexpr = keys.shape[0]
     INTERPRETED: tl.constexpr = OPTIONS.interpreted
@@ -106,11 +98,7 @@ def _attend(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
     ):
         key_start = key_start + 0  # a tensor under the interpreter too
-        if OPTIONS.use_tma:
-            k = tma_load(K, batch, kv_head, key_start, K_TILE_SIZE, columns.shape[0])
-        else:
-            k_tile = K + key_start.to(tl.int64) * stride_kk
-            k = load_rows(k_tile, keys, columns, stride_kk, n_keys - key_start, D, MASKED)
+        k = load_tile(key_source, kv_position, key_start, n_keys, keys, columns, D, MASKED, OPTIONS)
         s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
         z, unit, _ = scores_tile(
             s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, mask, added,
@@ -128,13 +116,10 @@ def _attend(
             correction = tl.exp2(row_max - shift)
             row_sum = row_sum * correction + tl.sum(p, 1)
             acc = acc * correction[:, None]
-            if OPTIONS.use_tma:
-                v = tma_load(V, batch, kv_head, key_start, K_TILE_SIZE, value_columns.shape[0])
-            else:
-                v_tile = V + key_start.to(tl.int64) * stride_vk
-                v = load_rows(
-                    v_tile, keys, value_columns, stride_vk, n_keys - key_start, OPTIONS.e, MASKED
-                )
+            v = load_tile(
+                value_source, kv_position, key_start, n_keys, keys, value_columns, OPTIONS.e,
+                MASKED, OPTIONS,
+            )  # fmt: skip
             acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
         row_max = new_max
     return acc, row_sum, row_max
@@ -201,48 +186,39 @@ def flash_forward_kernel(
     Grid: one dimension, tiles · B · H. The tiles of one head are neighbours, so that its keys stay
     in L2, and the last tile, which sees most keys under a causal mask, comes first.
     """
-    if OPTIONS.packed:
-        tile, own, other = packed_tile_of_program(
-            cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_QUERIES, N_HEADS, Q_TILE_SIZE, True
-        )
-        query_start, batch, head, is_owned = tile
-        first_query, N_QUERIES = own
-        first_key, N_KEYS = other
-        if query_start >= N_QUERIES:
-            return
-    else:
-        query_start, batch, head = tile_of_program(N_QUERIES, N_HEADS, Q_TILE_SIZE, True, OPTIONS)
+    tile, own, other = tile_of_program(
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, N_QUERIES, N_KEYS, N_HEADS, Q_TILE_SIZE, True, OPTIONS
+    )
+    query_start, batch, head, is_owned = tile
+    first_query, N_QUERIES = own
+    first_key, N_KEYS = other
+    if OPTIONS.packed and query_start >= N_QUERIES:
+        return
     D_PADDED: tl.constexpr = OPTIONS.d_padded
     E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_head = head // HEADS_PER_KV
-    Q_ptr += b * stride_qb + h * stride_qh
+    kv_h = kv_head.to(tl.int64)
+    Q_ptr = rows_of_head(Q_ptr, b, h, first_query, (stride_qb, stride_qh, stride_qq), OPTIONS)
     if not OPTIONS.use_tma:
-        K_ptr += b * stride_kb + kv_head.to(tl.int64) * stride_kh
-        V_ptr += b * stride_vb + kv_head.to(tl.int64) * stride_vh
-    O_ptr += b * stride_ob + h * stride_oh
+        K_ptr = rows_of_head(K_ptr, b, kv_h, first_key, (stride_kb, stride_kh, stride_kk), OPTIONS)
+        V_ptr = rows_of_head(V_ptr, b, kv_h, first_key, (stride_vb, stride_vh, stride_vk), OPTIONS)
+    O_ptr = rows_of_head(O_ptr, b, h, first_query, (stride_ob, stride_oh, stride_oq), OPTIONS)
     L_ptr += b * stride_lb + h * stride_lh
     if OPTIONS.packed:
-        Q_ptr += first_query.to(tl.int64) * stride_qq
-        K_ptr += first_key.to(tl.int64) * stride_kk
-        V_ptr += first_key.to(tl.int64) * stride_vk
-        O_ptr += first_query.to(tl.int64) * stride_oq
         L_ptr += first_query
     mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
     offset = mask[0]
-    slope = slope_of(slopes_ptr, batch, N_HEADS, head, OPTIONS)
+    bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)
+    added = added_of(
+        slopes_ptr, bias_ptr, mask_ptr, bias_strides, batch, N_HEADS, head, N_KEYS, OPTIONS
+    )
     bias_batch, bias_head = batch, head
     if OPTIONS.bias_tma:  # of a dimension that shares the bias there is one element
         bias_batch = tl.where(stride_bb == 0, 0, batch)
         bias_head = tl.where(stride_bh == 0, 0, head)
-    elif OPTIONS.has_bias:
-        bias_ptr += b * stride_bb + h * stride_bh
-    if OPTIONS.has_mask:
-        mask_ptr += b * N_KEYS
 
-    start, full_start, full_stop, stop = key_range(
-        query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS
-    )
+    starts, stops = key_range(query_start, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS)
     rows = tile_indices(Q_TILE_SIZE, OPTIONS.wide)
     keys = tile_indices(K_TILE_SIZE, OPTIONS.wide)
     columns = tl.arange(0, D_PADDED)
@@ -265,22 +241,20 @@ def flash_forward_kernel(
             row_sum = tl.where(is_owned, row_sum, 0.0)
             row_max = tl.where(is_owned, row_max, float("-inf"))
         if OPTIONS.alibi == CAUSAL_ALIBI:
-            row_max += alibi_of_rows(queries, offset, query_start + offset, slope)
-    starts = (start, full_start, tl.maximum(full_start, full_stop))
-    stops = (tl.minimum(full_start, stop), full_stop, stop)
+            row_max += alibi_of_rows(queries, offset, query_start + offset, added[0])
     for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge
         if part > 0 or OPTIONS.has_left:
             acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, q, K_ptr, V_ptr, (batch, kv_head), (stride_kk, stride_vk),
+                acc, row_sum, row_max, q, (K_ptr, stride_kk), (V_ptr, stride_vk), (batch, kv_head),
                 starts[part], stops[part], queries, query_start + offset, keys, columns,
-                value_columns, mask, (slope, bias_ptr, stride_bq, stride_bk, mask_ptr),
-                (bias_batch, bias_head), (scale, softcap), D, is_causal, OPTIONS, part != 1,
+                value_columns, mask, added, (bias_batch, bias_head), (scale, softcap), D, is_causal,
+                OPTIONS, part != 1,
             )  # fmt: skip
 
     # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     if OPTIONS.alibi == CAUSAL_ALIBI:
-        row_max -= alibi_of_rows(queries, offset, query_start + offset, slope)
+        row_max -= alibi_of_rows(queries, offset, query_start + offset, added[0])
     logsumexp = (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2
     o_tile = O_ptr + query_start.to(tl.int64) * stride_oq
     if not OPTIONS.largest_only:  # else the sum is 0, and this is the largest score
@@ -346,84 +320,50 @@ def forward_call(
         mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
             returns them.
     """
-    bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
-    use_tma = tiles.use_tma and packing is None and can_use_tma(key) and can_use_tma(value)
-    bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-    device, dtype, specialization = query.device, query.dtype, mask_and_bias.specialization
-    shapes = (query.shape, key.shape, value.shape)
-    strides = (query.stride(), key.stride(), value.stride())
-    like = torch.empty_strided(shapes[0], strides[0], dtype=dtype, device="meta")
-    out, logsumexp = empty_output(like, shapes[2][3], problem.out_dtype), empty_row_statistic(like)
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    matrices = [*strides, out.stride()]
-    q, k, v, o, lse = (
-        outer(stride, packing is not None) for stride in (*matrices, logsumexp.stride())
+    dtype = query.dtype
+    like = torch.empty_strided(query.shape, query.stride(), dtype=dtype, device="meta")
+    out = empty_output(like, value.shape[3], problem.out_dtype)
+    logsumexp = empty_row_statistic(like)
+    inputs = KernelInputs(
+        query=query,
+        key=key,
+        value=value,
+        problem=problem,
+        mask_and_bias=mask_and_bias,
+        packing=packing,
+        results={"o": out.stride(), "l": logsumexp.stride()},
     )
-    numbers = {
-        **stride_numbers(q=q, k=k, v=v, o=o, l=lse[:2]),
-        **specialization.numbers,
-        "N_QUERIES": n_queries,
-        "N_KEYS": n_keys,
-        "N_HEADS": heads,
-        "HEADS_PER_KV": heads // kv_heads,
-        **option_numbers(problem),
-    }
-    options = kernel_options(
+    bias, sinks, scores = mask_and_bias.bias, mask_and_bias.sinks, (query.shape[2], key.shape[2])
+    use_tma = tiles.use_tma and inputs.readable_by_tma
+    bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
+    options = inputs.options(
         ForwardOptions,
         flash_forward_kernel,
-        problem,
-        specialization,
-        (head_dim, value_dim),
-        dtype,
-        tuple(matrices),
-        packed=packing is not None,
-        use_tma=use_tma,
+        tiles,
         bias_tma=bias_tma,
-        has_sinks=specialization.sinks,
+        has_sinks=sinks is not None,
         negative_scale=problem.scale < 0,
         largest_only=problem.largest_only,
     )
-    constants = {
-        "D": head_dim,
-        "Q_TILE_SIZE": tiles.queries,
-        "K_TILE_SIZE": tiles.keys,
-        "is_causal": problem.band[1] is not None,
-        "OPTIONS": options,
-    }
-    sinks = mask_and_bias.sinks
     parameters: dict[str, Parameter] = {
         **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
         "O_ptr": out.dtype,
         "L_ptr": torch.float32,
-        **given_parameters(packing, mask_and_bias),
         "sinks_ptr": None if sinks is None else sinks.dtype,
     }
     if use_tma:
-        k_block = [1, 1, tiles.keys, options.d_padded]
-        v_block = [1, 1, tiles.keys, options.e_padded]
-        parameters["K_ptr"] = tile_view(shapes[1], strides[1], k_block, dtype)
-        parameters["V_ptr"] = tile_view(shapes[2], strides[2], v_block, dtype)
+        parameters["K_ptr"] = tma_tiles(key, tiles.keys)
+        parameters["V_ptr"] = tma_tiles(value, tiles.keys)
     if bias is not None and bias_tma:
-        own_strides = [stride or 0 for stride in specialization.bias_strides]
-        full = (batch, heads, n_queries, n_keys)
-        own = [n if stride else 1 for n, stride in zip(full, own_strides, strict=True)]
+        strides = [stride or 0 for stride in mask_and_bias.specialization.bias_strides]
+        full = (*query.shape[:2], *scores)
+        own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
         block = [1, 1, tiles.queries, tiles.keys]
-        parameters["bias_ptr"] = tile_view(own, own_strides, block, bias.dtype)
-    launch = Launch(
-        flash_forward_kernel,
-        device,
-        tiles_of_head(query.shape, tiles.queries, packing) * heads,
-        parameters,
-        numbers,
-        constants,
-        warps=tiles.warps,
-        stages=tiles.stages,
-        registers=register_limit(specialization, tiles, dtype, max(head_dim, value_dim)),
-    )
+        parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
     layout = problem.layout
     none: Layout = ((0,), (1,), out.dtype)
     return ForwardCall(
-        launch=launch,
+        launch=inputs.launch(flash_forward_kernel, tiles, options, parameters),
         out=none if problem.largest_only else in_layout(out, layout),
         logsumexp=in_layout(logsumexp, layout),
     )

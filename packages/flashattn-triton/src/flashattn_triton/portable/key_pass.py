@@ -12,28 +12,22 @@ import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import (
-    Launch,
-    Parameter,
-    stride_numbers,
-    tile_view,
-    tiles_of_head,
-)
-from flashattn_triton.portable.backward_layout import BackwardLayout
+from flashattn_triton.launch import Launch, Parameter, tile_view, tiles_of_head
+from flashattn_triton.portable.launch import KernelInputs, tma_tiles
 from flashattn_triton.portable.options import KeyPassOptions
 from flashattn_triton.primitives import (
+    added_of,
     dot,
     load_rows,
     load_statistic,
+    load_tile,
     loop_bound,
     mask_of,
-    packed_tile_of_program,
     probabilities,
-    slope_of,
+    rows_of_head,
     store_rows,
     tile_indices,
     tile_of_program,
-    tma_load,
     tma_reload,
 )
 
@@ -50,14 +44,13 @@ def _differentiate_keys(
     dv,  # (K_TILE_SIZE, E_PADDED) fp32
     k,
     v,
-    Q,  # a pointer to this head, or a descriptor of all of (B, H, N_q, D); so is dO
-    dO,
-    dQ,
+    query_source,  # of load_tile, as is the next
+    do_source,
+    position,
+    dq_source,  # a pointer, or a descriptor, where this head begins there, and the stride of a row
     statistics,  # a pointer to this head's, or a descriptor of (2 · B · H, N_PADDED)
     n_padded,
-    position,  # batch element and head in the descriptors; batch · H + head
-    dq_start,
-    strides,  # of a row of Q, of dO and of dQ
+    batch_head,  # batch · H + head
     start,
     stop,
     keys,
@@ -75,8 +68,6 @@ def _differentiate_keys(
 ):
     """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
     n_queries = mask[1]
-    batch, head, batch_head = position
-    stride_qq, stride_doq, stride_dqq = strides
     Q_TILE_SIZE: tl.constexpr = rows.shape[0]
     INTERPRETED: tl.constexpr = OPTIONS.interpreted
     PRECISION: tl.constexpr = OPTIONS.precision
@@ -85,22 +76,18 @@ def _differentiate_keys(
         loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
     ):
         query_start = query_start + 0  # a tensor under the interpreter too
-        n_rows = n_queries - query_start
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
-        if OPTIONS.use_tma:  # rows and columns past the end are 0
-            q = tma_load(Q, batch, head, query_start, Q_TILE_SIZE, columns.shape[0])
-        else:
-            q_tile = Q + query_start.to(tl.int64) * stride_qq
-            q = load_rows(q_tile, rows, columns, stride_qq, n_rows, D, True)
+        q = load_tile(
+            query_source, position, query_start, n_queries, rows, columns, D, True, OPTIONS
+        )
         if OPTIONS.statistics_by_tma:
             logsumexp = statistics.load([2 * batch_head, query_start]).reshape(Q_TILE_SIZE)
         else:
             logsumexp = load_statistic(statistics, queries, n_queries, float("inf"), OPTIONS.packed)
-        if OPTIONS.use_tma:
-            do = tma_load(dO, batch, head, query_start, Q_TILE_SIZE, value_columns.shape[0])
-        else:
-            do_tile = dO + query_start.to(tl.int64) * stride_doq
-            do = load_rows(do_tile, rows, value_columns, stride_doq, n_rows, OPTIONS.e, True)
+        do = load_tile(
+            do_source, position, query_start, n_queries, rows, value_columns, OPTIONS.e, True,
+            OPTIONS,
+        )  # fmt: skip
         if OPTIONS.statistics_by_tma:
             delta = statistics.load([2 * batch_head + 1, query_start]).reshape(Q_TILE_SIZE)
         else:
@@ -118,33 +105,32 @@ def _differentiate_keys(
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
         if WIDE_FP32:
-            q = tma_reload(Q, batch, head, query_start, n_queries, Q_TILE_SIZE, columns.shape[0])
-            do = tma_reload(
-                dO, batch, head, query_start, n_queries, Q_TILE_SIZE, value_columns.shape[0]
-            )
+            q = tma_reload(query_source, position, query_start, n_queries, rows, columns)
+            do = tma_reload(do_source, position, query_start, n_queries, rows, value_columns)
         dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
         dk = dot(ds, q, dk, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-        if OPTIONS.dq_mode == TMA_REDUCE:
-            # Rows past the end carry zeros, which may be added to whatever follows.
+        if OPTIONS.dq_mode != NONE:
+            dQ, dq_start, stride_dqq = dq_source
             dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-            dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
-        elif OPTIONS.dq_mode == ATOMIC:
-            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-            dq_tile = dQ + dq_start + query_start.to(tl.int64) * stride_dqq
-            pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
-            inside = (rows < n_rows)[:, None] & (columns < D)[None, :]
-            tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
+            if OPTIONS.dq_mode == TMA_REDUCE:
+                # Rows past the end carry zeros, which may be added to whatever follows.
+                dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
+            else:
+                dq_tile = dQ + dq_start + query_start.to(tl.int64) * stride_dqq
+                pointers = dq_tile + rows[:, None] * stride_dqq + columns[None, :]
+                inside = (rows < n_queries - query_start)[:, None] & (columns < D)[None, :]
+                tl.atomic_add(pointers, dq, mask=inside, sem="relaxed")
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_KV_HEADS", "window_left", "window_right"])
 def key_pass_kernel(
-    Q,  # a pointer, or if ``use_tma`` a descriptor of (B, H, N_q, D); so is dO
+    Q_ptr,  # or if ``use_tma`` a descriptor of (B, H, N_q, D); so is dO_ptr
     K_ptr,
     V_ptr,
-    dO,
-    statistics,  # a pointer, or if ``statistics_by_tma`` a descriptor of (2 · B · H, N_PADDED)
-    dQ,  # fp32, zeroed: a pointer, or a descriptor of (rows, D_PADDED); unused in mode NONE
+    dO_ptr,
+    statistics_ptr,  # or if ``statistics_by_tma`` a descriptor of (2 · B · H, N_PADDED)
+    dQ_ptr,  # to zeros in fp32, or a descriptor of (rows, D_PADDED); unused in mode NONE
     dK_ptr,
     dV_ptr,
     cu_seqlens_q_ptr,
@@ -197,38 +183,30 @@ def key_pass_kernel(
 
     Under a causal mask the first key tile is seen by most queries, so the order is longest first.
     """
-    if OPTIONS.packed:
-        tile, own, other = packed_tile_of_program(
-            cu_seqlens_k_ptr, cu_seqlens_q_ptr, N_KEYS, N_KV_HEADS, K_TILE_SIZE, False
-        )
-        key_start, batch, kv_head, _ = tile
-        first_key, N_KEYS = own
-        first_query, N_QUERIES = other
-        if key_start >= N_KEYS:
-            return
-    else:
-        key_start, batch, kv_head = tile_of_program(N_KEYS, N_KV_HEADS, K_TILE_SIZE, False, OPTIONS)
+    tile, own, other = tile_of_program(
+        cu_seqlens_k_ptr, cu_seqlens_q_ptr, N_KEYS, N_QUERIES, N_KV_HEADS, K_TILE_SIZE, False,
+        OPTIONS,
+    )  # fmt: skip
+    key_start, batch, kv_head, _ = tile
+    first_key, N_KEYS = own
+    first_query, N_QUERIES = other
+    if OPTIONS.packed and key_start >= N_KEYS:
+        return
     D_PADDED: tl.constexpr = OPTIONS.d_padded
     E_PADDED: tl.constexpr = OPTIONS.e_padded
     b, kv_h = batch.to(tl.int64), kv_head.to(tl.int64)
-    if not OPTIONS.use_tma:
-        Q += b * stride_qb
-        dO += b * stride_dob
-    K_ptr += b * stride_kb + kv_h * stride_kh
-    V_ptr += b * stride_vb + kv_h * stride_vh
-    dK_ptr += b * stride_dkb + kv_h * stride_dkh
-    dV_ptr += b * stride_dvb + kv_h * stride_dvh
+    K_ptr = rows_of_head(K_ptr, b, kv_h, first_key, (stride_kb, stride_kh, stride_kk), OPTIONS)
+    V_ptr = rows_of_head(V_ptr, b, kv_h, first_key, (stride_vb, stride_vh, stride_vk), OPTIONS)
+    dK_ptr = rows_of_head(dK_ptr, b, kv_h, first_key, (stride_dkb, stride_dkh, stride_dkk), OPTIONS)
+    dV_ptr = rows_of_head(dV_ptr, b, kv_h, first_key, (stride_dvb, stride_dvh, stride_dvk), OPTIONS)
     dq_start = b * stride_dqb
-    first_statistic = 0
+    if not OPTIONS.use_tma:
+        Q_ptr += b * stride_qb
+        dO_ptr += b * stride_dob
     if OPTIONS.packed:
-        Q += first_query.to(tl.int64) * stride_qq
-        K_ptr += first_key.to(tl.int64) * stride_kk
-        V_ptr += first_key.to(tl.int64) * stride_vk
-        dO += first_query.to(tl.int64) * stride_doq
+        Q_ptr += first_query.to(tl.int64) * stride_qq
+        dO_ptr += first_query.to(tl.int64) * stride_doq
         dq_start += first_query.to(tl.int64) * stride_dqq
-        dK_ptr += first_key.to(tl.int64) * stride_dkk
-        dV_ptr += first_key.to(tl.int64) * stride_dvk
-        first_statistic = first_query
     mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
     offset, _, _, _, _, prefix = mask
 
@@ -266,32 +244,29 @@ def key_pass_kernel(
 
     dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
-    if OPTIONS.has_mask:
-        mask_ptr += b * N_KEYS
+    bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)
     for member in range(loop_bound(HEADS_PER_KV, OPTIONS.interpreted)):
         head = kv_head * HEADS_PER_KV + member
         batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head
         if OPTIONS.packed:  # all sequences are one row of each head
             batch_head = head
-        q_head, do_head, head_statistics = Q, dO, statistics
+        q_head, do_head, statistics = Q_ptr, dO_ptr, statistics_ptr
         if not OPTIONS.use_tma:
             q_head += head.to(tl.int64) * stride_qh
             do_head += head.to(tl.int64) * stride_doh
         if not OPTIONS.statistics_by_tma:
-            head_statistics += batch_head.to(tl.int64) * 2 * N_PADDED + first_statistic
-        slope = slope_of(slopes_ptr, batch, N_KV_HEADS * HEADS_PER_KV, head, OPTIONS)
-        first_bias = 0
-        if OPTIONS.has_bias:
-            first_bias = b * stride_bb + head.to(tl.int64) * stride_bh
+            statistics += batch_head.to(tl.int64) * 2 * N_PADDED + first_query
+        added = added_of(
+            slopes_ptr, bias_ptr, mask_ptr, bias_strides, batch, N_KV_HEADS * HEADS_PER_KV, head,
+            N_KEYS, OPTIONS,
+        )  # fmt: skip
         dq_head = dq_start + head.to(tl.int64) * stride_dqh
         for part in tl.static_range(3):  # the right edge, whole tiles, a window's left edge
             if part < 2 or OPTIONS.has_left:
                 dk, dv = _differentiate_keys(
-                    dk, dv, k, v, q_head, do_head, dQ, head_statistics, N_PADDED,
-                    (batch, head, batch_head), dq_head, (stride_qq, stride_doq, stride_dqq),
-                    starts[part], stops[part], keys, key_start, rows, columns, value_columns, mask,
-                    (slope, bias_ptr + first_bias if OPTIONS.has_bias else None, stride_bq,
-                    stride_bk, mask_ptr),
+                    dk, dv, k, v, (q_head, stride_qq), (do_head, stride_doq), (batch, head),
+                    (dQ_ptr, dq_head, stride_dqq), statistics, N_PADDED, batch_head, starts[part],
+                    stops[part], keys, key_start, rows, columns, value_columns, mask, added,
                     (scale, softcap), D, is_causal, OPTIONS, part != 1,
                 )  # fmt: skip
     dk_tile = dK_ptr + first * stride_dkk
@@ -301,57 +276,48 @@ def key_pass_kernel(
     store_rows(dv_tile, dv, key_rows, value_columns, stride_dvk, n_rows, OPTIONS.e, ADDS)
 
 
-def key_pass_launch(layout: BackwardLayout, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
+def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
     """The launch of the kernel.
 
     Args:
-        layout: shapes, strides and problem.
+        inputs: shapes, strides and problem.
         tiles: the kernel's shape.
         dq_mode: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
     """
-    heads, kv_heads = layout.heads
-    width, value_width = layout.widths
-    dtype, fp32 = layout.dtype, torch.float32
+    query, grad_out = inputs.query, inputs.grad_out
+    assert grad_out is not None
+    fp32 = torch.float32
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q", "K_ptr", "V_ptr", "dO"), dtype),
-        **dict.fromkeys(("dQ", "dK_ptr", "dV_ptr"), fp32 if layout.adds else dtype),
-        "statistics": fp32,
-        **layout.given,
+        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
+        **dict.fromkeys(("dQ_ptr", "dK_ptr", "dV_ptr"), inputs.gradient_dtype),
+        "statistics_ptr": fp32,
     }
     if dq_mode is not NONE:
-        parameters["dQ"] = fp32
+        parameters["dQ_ptr"] = fp32
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
-    use_tma = layout.use_tma(tiles)
+    use_tma = tiles.use_tma and inputs.readable_by_tma
     statistics_by_tma = use_tma and tiles.stages > 1
+    batch, heads, n_queries, _ = query.shape
     if use_tma:
-        block = [1, 1, tiles.queries]
-        shape, do_shape = layout.shapes[0], layout.do_shape
-        parameters["Q"] = tile_view(shape, layout.strides[0], [*block, width], dtype)
-        parameters["dO"] = tile_view(do_shape, layout.strides[3], [*block, value_width], dtype)
-        if statistics_by_tma:
-            n_padded = layout.n_padded
-            rows = [2 * shape[0] * heads, n_padded]
-            parameters["statistics"] = tile_view(rows, [n_padded, 1], block[1:], fp32)
-    options = layout.options(
+        parameters["Q_ptr"] = tma_tiles(query, tiles.queries)
+        parameters["dO_ptr"] = tma_tiles(grad_out, tiles.queries)
+    if statistics_by_tma:
+        rows = [2 * batch * heads, inputs.n_padded]
+        parameters["statistics_ptr"] = tile_view(rows, [rows[1], 1], [1, tiles.queries], fp32)
+    options = inputs.options(
         KeyPassOptions,
         key_pass_kernel,
         tiles,
         dq_mode=dq_mode.value,
         statistics_by_tma=statistics_by_tma,
     )
-    dq, dk, dv = layout.outer_gradients()
+    dq = inputs.results["dq"]
     if dq_mode is TMA_REDUCE:
-        rows = [layout.shapes[0][:3].numel(), width]
-        parameters["dQ"] = tile_view(rows, [width, 1], [tiles.queries, width], fp32)
+        width = options.d_padded
+        rows = [batch * heads * n_queries, width]
+        parameters["dQ_ptr"] = tile_view(rows, [width, 1], [tiles.queries, width], fp32)
         dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
-    return Launch(
-        key_pass_kernel,
-        layout.device,
-        tiles_of_head(layout.shapes[1], tiles.keys, layout.packing) * kv_heads,
-        parameters,
-        {**layout.numbers(), **stride_numbers(dq=dq, dk=dk, dv=dv), "N_KV_HEADS": kv_heads},
-        layout.constants(tiles, options),
-        warps=tiles.warps,
-        stages=tiles.stages,
-    )
+    kv_heads = inputs.key.shape[1]
+    programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
+    return inputs.launch(key_pass_kernel, tiles, options, parameters, programs=programs, dq=dq)

@@ -7,14 +7,6 @@ In a kernel an attribute of it is a Python number or string. Where Triton 3.6 wa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch
-import triton
-
-from flashattn_triton.launch import Strides, dot_precision, is_wide, padded
-from flashattn_triton.mask_and_bias import MaskAndBiasSpecialization
-from flashattn_triton.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,48 +78,3 @@ class BiasPassOptions(KernelOptions):
     columns: int
     shared_by_queries: bool
     shared_by_keys: bool
-
-
-_Options = TypeVar("_Options", bound=KernelOptions)
-
-
-def kernel_options(
-    kind: type[_Options],
-    kernel: Any,
-    problem: Problem,
-    specialization: MaskAndBiasSpecialization,
-    head_dims: tuple[int, int],
-    dtype: torch.dtype,
-    strides: tuple[Strides, ...],
-    **others: Any,
-) -> _Options:
-    """Options of ``kernel`` for tensors with these strides.
-
-    Args:
-        kind: the class of its options.
-        kernel: the kernel.
-        problem: mask and soft-cap.
-        specialization: which tensors change the softmax.
-        head_dims: D of query and key, E of value.
-        dtype: of the inputs.
-        strides: of all matrices that the kernel reads or writes.
-        others: ``packed``, ``use_tma``, and what only ``kind`` has.
-    """
-    left, right = problem.band
-    one_sided = right is not None and right <= 0 and not specialization.prefix
-    return kind(
-        e=head_dims[1],
-        d_padded=padded(head_dims[0], dtype),
-        e_padded=padded(head_dims[1], dtype),
-        bottom_right=problem.bottom_right,
-        has_left=left is not None,
-        has_softcap=problem.softcap is not None,
-        has_prefix=specialization.prefix,
-        alibi=specialization.alibi and 1 + one_sided,
-        has_bias=specialization.bias_strides[0] is not None,
-        has_mask=specialization.mask,
-        wide=is_wide(*strides),
-        precision=dot_precision(dtype),
-        interpreted=not isinstance(kernel, triton.JITFunction),
-        **others,
-    )
