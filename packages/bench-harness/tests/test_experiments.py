@@ -315,6 +315,8 @@ def test_profile(run, tmp_path):
         100 * step["matmul_ms"].sum() / step["busy_ms"].sum(), rel=1e-3
     )
     assert whole.loc["forward + backward", "matmul (%)"] > whole.loc["training step", "matmul (%)"]
+    older = frame.drop(columns="timeline")  # published rows of before have none
+    assert [each.name for each in experiments.get("profile").figures(older)] == ["profile_phases"]
 
 
 def test_warm_up_is_a_range_of_its_own(tmp_path):

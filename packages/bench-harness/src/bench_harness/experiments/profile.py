@@ -189,9 +189,11 @@ class Profile(Experiment):
         shown = {phase: bars for phase, bars in panels.items() if bars}
         title = "Kernel time of one step by kind of work"
         made = [Figure("profile_phases", title, Bars("ms", shown))] if shown else []
-        recorded = done[done["kind"] == "timeline"]
-        labels = recorded["label"].str.removeprefix("profile ")
-        lines = dict(zip(labels, recorded["timeline"], strict=True))
+        lines = {}
+        if "timeline" in done:
+            recorded = done[done["timeline"].notna()]
+            labels = recorded["label"].str.removeprefix("profile ")
+            lines = dict(zip(labels, recorded["timeline"], strict=True))
         if lines:
             title = "Every kernel of one step"
             note = f"{done['spans'].dropna().iloc[0]}; phases are synchronised."
