@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.problem import DTYPES, Problem
+from flashattn_triton.problem import DTYPES, Problem, broadcasts
 
 # Keywords of the public functions, in the order in which operators take the tensors.
 NAMES = ("alibi_slopes", "bias", "prefix_lengths", "mask", "sinks")
@@ -143,25 +143,21 @@ def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) 
     return bias[:, :, rows, columns]
 
 
-def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
-    """Whether a tensor of ``shape`` broadcasts to ``full``."""
-    sizes = zip(shape[::-1], full[::-1], strict=False)
-    return len(shape) <= len(full) and all(n in (1, whole) for n, whole in sizes)
-
-
 def parts_of_batch(
     starts_q: Tensor | None, starts_k: Tensor | None, mask_and_bias: MaskAndBias
 ) -> Iterator[tuple[slice, slice, MaskAndBias]]:
     """Rows of queries, rows of keys and tensors: of each packed sequence, or the whole batch.
 
-    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed.
+    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed. Empty
+    sequences are left out, but for the first one.
     """
     if starts_q is None or starts_k is None:
         yield slice(None), slice(None), mask_and_bias
         return
     spans = ([slice(*x) for x in itertools.pairwise(y.tolist())] for y in (starts_q, starts_k))
     for i, (rows, columns) in enumerate(zip(*spans, strict=True)):
-        yield rows, columns, mask_and_bias.sequence(i)
+        if i == 0 or rows.start < rows.stop or columns.start < columns.stop:
+            yield rows, columns, mask_and_bias.sequence(i)
 
 
 def resolve_mask_and_bias(

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import broadcasts
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.operator_rules import Given
-from flashattn_triton.problem import Problem, seen_keys
+from flashattn_triton.problem import Problem, broadcasts, seen_keys
 
 
 def with_mask(

@@ -183,6 +183,12 @@ def as_given(x: Tensor, layout: str) -> Tensor:
     return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
 
 
+def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``full``."""
+    sizes = zip(shape[::-1], full[::-1], strict=False)
+    return len(shape) <= len(full) and all(n in (1, whole) for n, whole in sizes)
+
+
 def diagonal_offset(n_queries: int, n_keys: int, problem: Problem) -> int:
     """Key index minus query index on the diagonal that masks and windows refer to.
 

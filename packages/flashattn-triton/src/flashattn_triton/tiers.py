@@ -224,8 +224,7 @@ def _tiled_forward(
     (o,) = _views((out,), problem)
     for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
         part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
-        if part[0].shape[2]:  # there may be thousands of empty sequences
-            o[:, :, rows], lse[:, :, rows] = tiled_forward(*part, problem, tensors)
+        o[:, :, rows], lse[:, :, rows] = tiled_forward(*part, problem, tensors)
     # A Function refuses to have its output changed in place if that is a view.
     out = query.new_empty(0) if problem.largest_only else out.detach()
     return out, lse.squeeze(0).detach() if problem.packed else lse
@@ -256,8 +255,6 @@ def _tiled_backward(
     for rows, columns, tensors in parts_of_batch(*_starts(packing), mask_and_bias):
         inputs = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
         results = (o[:, :, rows], lse[:, :, rows], do[:, :, rows])
-        if not inputs[0].shape[2]:
-            continue
         grad_lse = None if dl is None else dl[:, :, rows]
         gradients = tiled_backward(*inputs, *results, grad_lse, problem, tensors)
         spans = (rows, columns, columns)

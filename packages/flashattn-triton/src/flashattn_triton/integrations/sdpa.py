@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.mask_and_bias import broadcasts
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument, broadcasts
 
 
 @dataclass
