@@ -4,12 +4,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim import AdamW
 
 import basics_model
 from basics_model import (
     BYTE_VOCAB_SIZE,
     SIZES,
-    AdamW,
     Checkpoint,
     CosineSchedule,
     ModelConfig,

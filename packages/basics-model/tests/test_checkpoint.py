@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim import AdamW
 
 import basics_model
 from basics_model import (
-    AdamW,
     Checkpoint,
     ModelConfig,
     TransformerLM,
@@ -328,6 +328,7 @@ def test_gpu_generator_state_is_kept(tmp_path: Path) -> None:
     [
         ("rng_state", r"basics_model\.checkpoint\."),
         ("linear_cross_entropy", r"basics_model\.loss\."),
+        ("AdamW", r"torch\.optim\."),
         ("clip_gradients", r"torch\.nn\.utils, where its name is clip_grad_norm_\."),
     ],
 )

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
-from basics_model import AdamW, CosineSchedule
+from basics_model import CosineSchedule
 from basics_model.schedule import cosine_learning_rate
 
 

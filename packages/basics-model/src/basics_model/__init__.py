@@ -2,8 +2,6 @@
 
 from typing import Never
 
-from torch.optim import AdamW
-
 from basics_model.attention import sdpa_attention
 from basics_model.captured_step import CapturedStep
 from basics_model.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -28,7 +26,6 @@ __all__ = [
     "BYTE_VOCAB_SIZE",
     "SAMPLE_TEXT",
     "SIZES",
-    "AdamW",
     "CapturedStep",
     "Checkpoint",
     "CosineSchedule",
@@ -49,6 +46,7 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "AdamW": "torch.optim",
     "clip_gradients": "torch.nn.utils, where its name is clip_grad_norm_",
     "linear_cross_entropy": "basics_model.loss",
     "restore_rng_state": "basics_model.checkpoint",
