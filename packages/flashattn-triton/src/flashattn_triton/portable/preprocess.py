@@ -146,6 +146,7 @@ def preprocess_launch(
             "D_PADDED": padded(zeroed or 1, out.dtype),
             "ROWS": ROWS,
         },
+        warps=4 if value_dim <= 256 else 8,  # wider rows of four spill on sm_120
     )
 
 
