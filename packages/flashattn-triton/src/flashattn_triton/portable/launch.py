@@ -50,12 +50,13 @@ def tma_tiles(x: Tensor, rows: int) -> TileView:
 class KernelInputs:
     """One kind of input of the portable kernels. Tensors are (B, H, N, D), with unit last strides.
 
-    packing: where packed sequences start, else None.
-    grad_out: dO, of a backward pass.
-    results: strides of the output and the logsumexp, or of the gradients, by the letters that the
-        kernels' parameters have.
-    n_padded: queries that have statistics, of a backward pass; see ``preprocess``.
-    adds: whether gradients are added to fp32 tensors.
+    Attributes:
+        packing: where packed sequences start, else None.
+        grad_out: dO, of a backward pass.
+        results: strides of the output and the logsumexp, or of the gradients, by the letters that
+            the kernels' parameters have.
+        n_padded: queries that have statistics, of a backward pass; see ``preprocess``.
+        adds: whether gradients are added to fp32 tensors.
     """
 
     query: Tensor
