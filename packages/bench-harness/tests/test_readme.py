@@ -10,8 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 
-from bench_harness import attentions, experiments, options
+from bench_harness import attentions, cli, experiments, options
 from bench_harness.report.frame import to_frame
 
 PACKAGE = Path(__file__).parents[1]
@@ -61,3 +62,20 @@ def test_the_example_entry_point_uses_the_registry_s_group() -> None:
 @pytest.mark.parametrize("name", experiments.names())
 def test_every_experiment_is_listed(name: str) -> None:
     assert f"`{name}`" in README
+
+
+def test_pages_name_commands_that_exist() -> None:
+    root = PACKAGE.parents[1]
+    pages = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("packages/*/docs/*.md")]
+    pages += root.glob("packages/*/README.md")
+    known = set(typer.main.get_command(cli.application(["--help"])).commands)  # type: ignore[attr-defined]
+    assert {"run", "compare", "train-step"} <= known
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        code = [
+            *re.findall(r"`([^`\n]+)`", text),
+            *re.findall(r"```console.*?\n(.*?)```", text, re.S),
+        ]
+        command = r"\bbench-harness (?!bench-harness)([a-z][a-z-]+)"  # which may follow --package
+        named = {name for each in code for name in re.findall(command, each)}
+        assert named <= known, (page, named - known)

@@ -372,8 +372,9 @@ class Launch:
         """Launches on the device's current stream; nothing if there is no program to run.
 
         Args:
-            addresses: of tensors, by the names of all parameters that are not None. At every call
-                they have the same remainders by 16.
+            addresses: of tensors, by the names of all parameters that are not None; others, which
+                kernels beside this one read, are passed over. At every call they have the same
+                remainders by 16.
         """
         if self.grid[0] == 0:
             return
