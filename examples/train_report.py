@@ -1,4 +1,4 @@
-"""What a training run shows: a live bar on a terminal, plain lines elsewhere."""
+"""The display of a training run: a live bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Iterator, Mapping

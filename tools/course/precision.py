@@ -1,4 +1,4 @@
-"""What mixed precision does to numbers: four ways to accumulate, and the dtype of every tensor.
+"""The effect of mixed precision on numbers: four ways to accumulate, and the dtype of every tensor.
 
 ``python -m tools.course precision FILE.jsonl`` measures the rows of two pages; nothing is timed.
 """

@@ -1,4 +1,4 @@
-"""What ran on GPUs, by versions of torch and Triton: tests that were recorded, and published rows.
+"""Runs on GPUs, by versions of torch and Triton: tests that were recorded, and published rows.
 
 ``docs/gpu-tests.jsonl`` holds one line for each part of the GPU tests, which :func:`record` writes
 from pytest's JUnit file. :func:`table` joins it with the published rows.

@@ -1,4 +1,4 @@
-"""The words that every part of the package uses; it imports none of the others.
+"""Types that all parts of the package share (cases, rows, tables, figures); imports none of them.
 
 A case is one measurement, defined completely by its configuration. The configuration is what makes
 two measurements the same measurement, so it is also the identity used for resuming: a run folder

@@ -1,4 +1,4 @@
-"""What the experiments of several ranks share: where ranks run, and how their figures combine."""
+"""Shared by the experiments of several ranks: where ranks run, and how their figures combine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured: a model on a device, a random batch, a precision, an optimizer.
+"""The workload of a measurement: a model on a device, a random batch, a precision, an optimizer.
 
 The Transformer language model by size or by explicit dimensions, or any ``nn.Module``, which
 :mod:`bench_harness.user_code` makes.

@@ -1,4 +1,4 @@
-"""What all launchers share: how tensors, problems and packed batches become arguments.
+"""Shared by all launchers: how tensors, problems and packed batches become arguments.
 
 Launchers are planned with (B, H, N, D) views of any strides. A packed batch comes as (1, H, T, D),
 a view of its (T, H, D), together with a :class:`Packing`. What is launched reads addresses alone,

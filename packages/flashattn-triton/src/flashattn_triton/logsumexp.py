@@ -1,4 +1,4 @@
-"""What follows from an output and its logsumexp, without another look at keys and values.
+"""Results that follow from an output and its logsumexp, without another pass over the keys.
 
 Softmax over a row of scores S with the logsumexp L = log Σ_j exp(S_j) has the output
 O = Σ_j exp(S_j - L) V_j. If further terms join the sum, every weight shrinks by the same factor:

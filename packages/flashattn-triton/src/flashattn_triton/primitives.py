@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined"
-"""What the portable tier's kernels share: products, loads and stores of tiles, scores, masks, tanh.
+"""Shared by the portable tier's kernels: products, loads and stores of tiles, scores, masks, tanh.
 
 Products of fp32 operands are sums of bf16 products (:func:`dot_fp32`), and Triton's interpreter,
 which has no bf16 arithmetic and no loops over its own scalars, is served by :func:`dot` and

@@ -1,4 +1,4 @@
-"""What a rank has done to a model since the ranks last compared notes, as text and as a number.
+"""The calls by which a rank changed a model since the last comparison, as text and as a number.
 
 Ranks that train a sharded model differently do not fail: each updates its own shards and its own
 copy of the small parameters, and these drift apart. So what a rank does is noted, and the number

@@ -1,4 +1,4 @@
-"""What a rank holds in memory at the moments of its first two steps."""
+"""The memory that a rank holds at four moments of its first two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rows of a message consist of: addresses for copies, and views for torch's operations.
+"""The rows of a message: addresses for copies, and views for torch's operations.
 
 A view of a tensor costs the host microseconds, and a message has hundreds of tensors. So views are
 made only where torch computes.

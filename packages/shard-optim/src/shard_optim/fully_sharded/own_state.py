@@ -1,4 +1,4 @@
-"""What a sharded module's own ``state_dict()`` and ``load_state_dict()`` do, on any part of it.
+"""A sharded module's own ``state_dict()`` and ``load_state_dict()``, of any part of it.
 
 They are torch's. Hooks on every module that holds sharded parameters add the origin of this rank's
 part to the metadata that torch keeps beside a state dict (``_metadata``), and look at everything
