@@ -200,6 +200,11 @@ def plural(count: int, what: str) -> str:
     return f"{count} {what}" + "s" * (count != 1)
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error's class and the first line of its message."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0].removesuffix(":")
+
+
 def registered(group: str) -> dict[str, str]:
     """Names and ``package.module:attribute`` targets of all installed entry points of a group."""
     return _registered(group, tuple(sys.path))

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 
-from bench_harness.core import CaseSkipped, JsonValue
+from bench_harness.core import CaseSkipped, JsonValue, in_one_line
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -373,9 +373,8 @@ def _answer(
     except CaseSkipped as reason:
         return _failure("skipped", str(reason))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, whatever it is
-        line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         detail = "".join(traceback.format_exception(error)).strip()
-        return _failure("oom" if _is_out_of_memory(error) else "error", line, detail)
+        return _failure("oom" if _is_out_of_memory(error) else "error", in_one_line(error), detail)
     return Outcome(status="ok", value=value, seconds=0.0)
 
 

@@ -38,6 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from bench_harness.core import in_one_line
 from bench_harness.process import PRELOAD, PROCESS_NAME, Progress, temporary_prefix
 
 if TYPE_CHECKING:
@@ -346,7 +347,7 @@ def _describe(outcomes: Sequence[RankOutcome]) -> str:
     others = ""
     if killed:
         others = f" (rank {', '.join(str(o.rank) for o in killed)} left no report, and was killed)"
-    return f"rank {first.rank} failed{others}:\n{first.error}"
+    return f"rank {first.rank} failed{others}: {first.error}"
 
 
 # ---- rank ----------------------------------------------------------------------------------------
@@ -411,11 +412,11 @@ def _rank_main(
         done.set()
         pipe.send(("returned", value, None))
         watch.join()  # until the launcher has heard of every rank, and closes the pipe
-    except BaseException:  # noqa: BLE001 - whatever it is, the rank has failed
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the rank has failed
         # Before the group is destroyed: that makes the peers fail too, with errors that would
         # otherwise be older than this one.
         done.set()
-        pipe.send(("raised", None, traceback.format_exc()))
+        pipe.send(("raised", None, f"{in_one_line(error)}\n{traceback.format_exc()}"))
         if backend == "nccl":  # which destroys a group that has lost a rank in about a minute
             sys.stdout.flush()
             sys.stderr.flush()

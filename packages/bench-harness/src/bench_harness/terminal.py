@@ -267,7 +267,7 @@ def summary(report: Report, page: Path, console: Console) -> None:
                 status = "skipped" if case["status"] == "ok" else case["status"]
                 text = Text(f"{status:<7} ", style=STYLES[status])
                 text.append(f"{case['label']}: {case['error']}", style="default")
-                console.print(text, no_wrap=True, overflow="ellipsis")
+                console.print(text)
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
     console.print(Text(f"Report: {page}"), soft_wrap=True)

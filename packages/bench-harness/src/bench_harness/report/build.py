@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment, experiments
-from bench_harness.core import Figure, JsonValue, Row, Table, plural
+from bench_harness.core import Figure, JsonValue, Row, Table, in_one_line, plural
 from bench_harness.display.cells import quantity
 from bench_harness.display.row_tables import steady
 from bench_harness.environment import measured_on, throttled
@@ -220,8 +220,7 @@ def _made(
 def where(error: Exception) -> str:
     """An error in one line, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    return f"{text} ({frame.name}, line {frame.lineno})"
+    return f"{in_one_line(error)} ({frame.name}, line {frame.lineno})"
 
 
 def _line(rows: list[Row], folder: Path) -> Row:

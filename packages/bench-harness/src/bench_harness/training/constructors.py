@@ -360,16 +360,17 @@ def construct(role: str, call: Call, around: Any) -> Any:
         CaseSkipped: it cannot run here; the text says why.
     """
     arguments = dict(call.arguments)
-    if call.name not in _EVERY:
-        return imported(call.name, role)(around, **arguments)
-    known = _EVERY[call.name]
-    takes = _arguments(known)
+    known = _EVERY.get(call.name)
+    constructor = imported(call.name if known is None else known.target, role)
+    takes = _own(constructor) if known is None else _arguments(known)
     for key, value in arguments.items():
-        if isinstance(value, str) and "dtype" in takes[key].kinds:
+        if value in _DTYPES and key in takes and "dtype" in takes[key].kinds:
             arguments[key] = dtype_of(value)
-        elif value in known.words:
+        elif known is not None and value in known.words:
             arguments[key] = None
-    return imported(known.through, role)(imported(known.target, role), around, **arguments)
+    if known is None:
+        return constructor(around, **arguments)
+    return imported(known.through, role)(constructor, around, **arguments)
 
 
 def resolved(call: Call) -> dict[str, Any]:

@@ -217,7 +217,9 @@ class Settings:
         if not self.communicates:
             parts = ["no communication"]
         else:
-            parts = [] if self.wrapper.name == "none" else [self.wrapper.label(whole=whole)]
+            # Alone, an imported optimizer would be read again as a wrapper.
+            alone = self.wrapper.name == "none" and not (whole and ":" in self.optimizer.name)
+            parts = [] if alone else [self.wrapper.label(whole=whole)]
         optimizer = self.optimizer.label(whole=whole)
         if not (parts and self.optimizer.name == "adamw" and optimizer == self.optimizer.title):
             parts.append(optimizer)
