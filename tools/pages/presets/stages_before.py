@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from shard_before import ShardedOptimizer
+from shard_before import ShardedOptimizer  # type: ignore[import-not-found]
 from torch import nn
 
 _made = itertools.count()
