@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from flashattn_triton.caches import places_of_cache
 from flashattn_triton.configs import Tiling
-from flashattn_triton.documents import places_of_documents
-from flashattn_triton.inputs import (
-    as_length,
-    as_starts,
-    check_varlen,
-    in_one_batch,
-)
+from flashattn_triton.documents import places_of_cache, places_of_documents
+from flashattn_triton.inputs import as_length, as_starts, check_varlen, in_one_batch
 from flashattn_triton.mask_and_bias import resolve_mask_and_bias
 from flashattn_triton.masks import with_mask, without_unseen_keys
 from flashattn_triton.mistakes import (
@@ -47,35 +40,23 @@ _LENGTHS = (int, type(None))
 
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[Keywords],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_lse: Literal[False] = False, **keywords: Unpack[Keywords],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[Keywords],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_lse: Literal[True], **keywords: Unpack[Keywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[Keywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, *,
+    return_lse: bool, **keywords: Unpack[Keywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def flash_attention(
@@ -224,47 +205,26 @@ def flash_attention(
 
 @overload
 def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[PackedKeywords],
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *,
+    return_lse: Literal[False] = False, **keywords: Unpack[PackedKeywords],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    return_lse: Literal[True],
-    **keywords: Unpack[PackedKeywords],
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *,
+    return_lse: Literal[True], **keywords: Unpack[PackedKeywords],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def flash_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    return_lse: bool,
-    **keywords: Unpack[PackedKeywords],
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *,
+    return_lse: bool, **keywords: Unpack[PackedKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def flash_attention_varlen(
@@ -342,21 +302,25 @@ def flash_attention_varlen(
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    longest = lengths = (query.shape[0], key.shape[0])
-    if max_seqlen_q is not None and max_seqlen_k is not None:
-        longest = lengths = (max_seqlen_q, max_seqlen_k)
-    elif max_seqlen_q is not None:
-        longest = (max_seqlen_q, lengths[1])
-    elif max_seqlen_k is not None:
-        longest = (lengths[0], max_seqlen_k)
+    tokens = query.shape[0], key.shape[0]
+    longest_q = tokens[0] if max_seqlen_q is None else max_seqlen_q
+    longest = longest_q, tokens[1] if max_seqlen_k is None else max_seqlen_k
     try:
         problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
-        _refuse_keywords_of_packed_calls({**keywords})
+        if keywords.get("bias") is not None:
+            raise ValueError(
+                "bias must be None for packed sequences, but got one. Attend to them one by one, "
+                "or padded, with flash_attention."
+            ) from None
+        allowed = [*PackedKeywords.__annotations__, "return_lse"]
+        refuse_unknown("flash_attention_varlen", allowed, {**keywords})
         raise
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if keywords.get("causal") is True and lengths[0] != lengths[1]:
-        warn_of_alignment(*lengths, stacklevel=2)
+    if keywords.get("causal") is True:
+        lengths = tokens if max_seqlen_q is None or max_seqlen_k is None else longest
+        if lengths[0] != lengths[1]:
+            warn_of_alignment(*lengths, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -379,21 +343,29 @@ def _in_four_dimensions(
     check_layout(layout)
     layout = layout or "bhsd"
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
-    more: Any = {"alibi_slopes": alibi_slopes, "sinks": sinks, **keywords}
-    if document_ids is not None:
-        refuse_with_packed_rows(
-            "document_ids", bias=bias, prefix_lengths=prefix_lengths, key_lengths=key_lengths
-        )
+    if document_ids is not None or key_lengths is not None:
+        places: tuple[Any, ...]
+        others = {"bias": bias, "prefix_lengths": prefix_lengths}
+        if document_ids is not None:
+            refuse_with_packed_rows("document_ids", **others, key_lengths=key_lengths)
+        else:
+            in_one_batch(query, key, value)
+            refuse_with_packed_rows("key_lengths", **others)
         rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
-        of_documents = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
-        out, lse = _in_joined_rows(rows, of_documents, layout, more)
+        if document_ids is not None:
+            places = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
+        elif key_lengths is not None:
+            places = places_of_cache(key_lengths, rows)
+        leading = rows[0].shape[:-2]
+        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
+        out, lse = flash_attention_varlen(
+            q, k, v, *places, return_lse=True, alibi_slopes=alibi_slopes, sinks=sinks, **keywords
+        )
+        out = out.reshape(*leading, *out.shape[1:])
+        out = out.movedim(-2, -3) if layout == "bhsd" else out
+        lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
         return (out, lse) if return_lse else out
     batch = in_one_batch(query, key, value)
-    if key_lengths is not None:
-        refuse_with_packed_rows("key_lengths", bias=bias, prefix_lengths=prefix_lengths)
-        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
-        out, lse = _in_joined_rows(rows, places_of_cache(key_lengths, rows), layout, more)
-        return (out, lse) if return_lse else out
     q, k, _ = (heads_first(x, layout) for x in batch)
     lengths = (q.shape[2], k.shape[2])
     resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
@@ -405,31 +377,6 @@ def _in_four_dimensions(
     )  # fmt: skip
     out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in results)
     return (out, lse) if return_lse else out
-
-
-def _in_joined_rows(
-    rows: Sequence[Tensor], places: tuple[Any, ...], layout: Layout, keywords: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Output in ``layout`` and logsumexp (..., H, N_q) of (..., N, H, D) tensors, as one row.
-
-    ``places`` of sequences in it: its two ``cu_seqlens`` and ``max_seqlen``.
-    """
-    leading = rows[0].shape[:-2]
-    q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
-    out, lse = flash_attention_varlen(q, k, v, *places, return_lse=True, **keywords)
-    out = out.reshape(*leading, *out.shape[1:])
-    lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
-    return out.movedim(-2, -3) if layout == "bhsd" else out, lse
-
-
-def _refuse_keywords_of_packed_calls(given: Mapping[str, Any]) -> None:
-    if given.get("bias") is not None:
-        raise ValueError(
-            "bias must be None for packed sequences, but got one. Attend to them one by one, or "
-            "padded, with flash_attention."
-        )
-    allowed = [*PackedKeywords.__annotations__, "return_lse"]
-    refuse_unknown("flash_attention_varlen", allowed, given)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

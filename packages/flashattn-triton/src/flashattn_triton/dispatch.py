@@ -28,12 +28,13 @@ from flashattn_triton.mistakes import (
     warn_once,
 )
 from flashattn_triton.problem import (
+    IMPLEMENTATIONS,
     MAX_HEAD_DIM_BACKWARD,
     MAX_HEAD_DIMS,
     Implementation,
     Keywords,
     Problem,
-    check_implementation,
+    check_choice,
     check_layout,
     heads_first,
     new_problem,
@@ -110,7 +111,7 @@ def choose(
         ValueError: an unknown implementation, or one that cannot run these inputs.
     """
     if implementation is not None:
-        check_implementation(implementation)
+        check_choice("implementation", implementation, IMPLEMENTATIONS, "'auto' chooses.")
         problem = replace(problem, implementation=implementation)
     if tiling is not None:
         problem = replace(problem, tiling=tiling)

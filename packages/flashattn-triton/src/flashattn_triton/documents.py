@@ -1,8 +1,12 @@
-"""Several documents in one row of tokens: each token attends within its own document.
+"""Rows as one packed batch: of documents that share them, or of caches that are filled in part.
 
-Document masks need no mask: rows become one packed batch whose sequences are the documents, and
-tiles of keys of other documents are never visited. Legend: B rows, H query heads, G key/value
-heads, N tokens of a row, D head_dim, E head_dim of value.
+A document mask needs no mask: the sequences are the documents, and tiles of keys of other documents
+are never visited. A row of a cache is two sequences: its keys, with the row's queries, and the rest
+of the row, which has no queries. Its starts have a fixed size and none is read on the host, so that
+one compiled program or CUDA graph serves every length, and keys behind the length are never read.
+
+Legend: B rows, H query heads, G key/value heads, N tokens of a row (N_q queries, N_k places for
+keys), D head_dim, E head_dim of value.
 """
 
 from __future__ import annotations
@@ -104,12 +108,8 @@ def places_of_documents(
 ) -> tuple[Tensor, Tensor, int | None, int | None]:
     """Where documents are among the tokens of all rows: two ``cu_seqlens`` and ``max_seqlen``.
 
-    Args:
-        document_ids: (..., N), as given to ``flash_attention``, as are ``max_documents`` and
-            ``alibi_slopes``.
-        max_documents: see ``document_ids``.
-        tensors: query, key and value, (..., N, H, D).
-        alibi_slopes: see ``document_ids``.
+    ``tensors`` are query, key and value, (..., N, H, D); the other arguments are those of
+    ``flash_attention``.
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.
@@ -130,3 +130,37 @@ def places_of_documents(
         )
     cu_seqlens, longest = cu_seqlens_of(document_ids, max_documents)
     return cu_seqlens, cu_seqlens, longest, longest
+
+
+def places_of_cache(
+    key_lengths: Tensor, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, int, int]:
+    """Where the sequences of all rows are: their two ``cu_seqlens`` and ``max_seqlen``.
+
+    Args:
+        key_lengths: (B,) integers; what is below 0 counts as 0, what is above N_k as N_k.
+        tensors: query, key and value, (B, N, H, D), B being any number of dimensions.
+
+    Raises:
+        ValueError: naming the argument, what it must be and what was given.
+        TypeError: not a tensor.
+    """
+    check_tensors(key_lengths=key_lengths)
+    (*leading, n_queries, _, _), n_keys = tensors[0].shape, tensors[1].shape[-3]
+    device = tensors[0].device
+    if (
+        key_lengths.dtype not in (torch.int32, torch.int64)
+        or key_lengths.shape != tuple(leading)
+        or key_lengths.device != device
+    ):
+        raise ValueError(
+            f"key_lengths must be int32 or int64 of shape {tuple(leading)} on {device}, one "
+            f"length for each row, but got {key_lengths.dtype} of shape "
+            f"{tuple(key_lengths.shape)} on {key_lengths.device}. Count the keys that are filled."
+        )
+    lengths = key_lengths.reshape(-1)
+    rows = torch.arange(1, len(lengths) + 1, device=device)
+    filled = (rows - 1) * n_keys + lengths.clamp(0, n_keys)
+    queries = (rows * n_queries).repeat_interleave(2)
+    keys = torch.stack([filled, rows * n_keys], dim=1).flatten()
+    return F.pad(queries, (1, 0)).int(), F.pad(keys, (1, 0)).int(), n_queries, n_keys

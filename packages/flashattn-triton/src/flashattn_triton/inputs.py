@@ -16,6 +16,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flashattn_triton.problem import DTYPES, Problem
 
+# What tensors must be, and the remedies, in the words of errors.
+_DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
+_DEVICE, _MOVE = "be on query's device {}", "Move it there."
+
+
+def check_equal(*facts: tuple[str, str, object, object, str]) -> None:
+    """Raises ``ValueError`` for the first fact whose third and fourth element are not equal.
+
+    A fact is the name of an argument, what it must (``{}`` stands for the third element), what is
+    expected, what was given, and the remedy.
+    """
+    for name, what, expected, got, remedy in facts:
+        if got != expected:
+            raise ValueError(f"{name} must {what.format(expected)}, but got {got}. {remedy}")
+
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tensors of 4 dimensions: those before the last three are one, the batch.
@@ -49,14 +64,7 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
         ValueError: naming the argument, what it must be and what was given.
     """
     in_one_batch(query, key, value)
-    _check_kind(query, key, value)
-    for name, x in (("key", key), ("value", value)):
-        if x.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"{name} must have query's batch size {query.shape[0]}, but got "
-                f"{x.shape[0]}. Expand it."
-            )
-    _check_shapes(query, key, value, rows=2)
+    _check_fit(query, key, value, rows=2)
 
 
 def as_length(length: object) -> Any:
@@ -128,8 +136,7 @@ def check_varlen(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), but got shape "
                 f"{tuple(x.shape)}. Use flash_attention for batches that are not packed."
             )
-    _check_kind(query, key, value)
-    _check_shapes(query, key, value, rows=0)
+    _check_fit(query, key, value, rows=0)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if length is None:
             continue
@@ -143,25 +150,20 @@ def check_varlen(
                 f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest "
                 f"length as a Python int, or leave it out."
             )
-    starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-    for name, x in starts:
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(
                 f"{name} must be a contiguous int32 or int64 tensor of shape (sequences + 1,) with "
                 f"at least one sequence, but got shape {tuple(x.shape)}, dtype {x.dtype}. Start "
                 f"with 0 and end with the number of tokens."
             )
-        if x.device != query.device:
-            raise ValueError(
-                f"{name} must be on query's device {query.device}, but got {x.device}. Move it "
-                f"there."
-            )
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k must have as many sequences as cu_seqlens_q "
-            f"({cu_seqlens_q.shape[0] - 1}), but got {cu_seqlens_k.shape[0] - 1}. Sequences may be "
-            f"empty on either side."
-        )
+    sequences, as_many = cu_seqlens_q.shape[0] - 1, "have as many sequences as cu_seqlens_q ({})"
+    empty = "Sequences may be empty on either side."
+    check_equal(
+        ("cu_seqlens_q", _DEVICE, query.device, cu_seqlens_q.device, _MOVE),
+        ("cu_seqlens_k", _DEVICE, query.device, cu_seqlens_k.device, _MOVE),
+        ("cu_seqlens_k", as_many, sequences, cu_seqlens_k.shape[0] - 1, empty),
+    )
     check_starts(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
@@ -182,31 +184,26 @@ def check_starts(
         return
     if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:
         return  # fake tensors have no values; those of DTensors are checked where they are local
-    starts = (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
-    tokens = (query.shape[0], key.shape[0])
-    longest = (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k))
-    for (name, x), total, limit in zip(starts, tokens, longest, strict=True):
-        _check_starts(name, x, total, *limit)
+    for side, starts, total, limit in (
+        ("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
+        ("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
+    ):
+        values = starts.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(values)]
+        if values[0] != 0 or values[-1] > total or min(lengths) < 0:
+            raise ValueError(
+                f"cu_seqlens_{side} must rise from 0 to the number of tokens, {total}, and never "
+                f"fall, but got {values}. Use the cumulative sum of the lengths, with 0 before it."
+            )
+        if limit is not None and max(lengths) > limit:
+            raise ValueError(
+                f"max_seqlen_{side} must be at least the longest sequence, {max(lengths)}, but got "
+                f"{limit}. Pass that length, or leave it out."
+            )
 
 
-def _check_starts(
-    name: str, starts: Tensor, total: int, limit_name: str, limit: int | None
-) -> None:
-    values = starts.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(values)]
-    if values[0] != 0 or values[-1] > total or min(lengths) < 0:
-        raise ValueError(
-            f"{name} must rise from 0 to the number of tokens, {total}, and never fall, but got "
-            f"{values}. Use the cumulative sum of the lengths, with 0 before it."
-        )
-    if limit is not None and max(lengths) > limit:
-        raise ValueError(
-            f"{limit_name} must be at least the longest sequence, {max(lengths)}, but got {limit}. "
-            f"Pass that length, or leave it out."
-        )
-
-
-def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_fit(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
+    """Kind, heads, head_dims and length of tensors whose sequence is dimension ``rows``."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.layout != torch.strided:
             raise ValueError(
@@ -219,35 +216,11 @@ def _check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"query must be float16, bfloat16 or float32, or float64 where implementation is "
             f"'tiled' or 'reference', but got {query.dtype}. Convert it."
         )
-    for name, x in (("key", key), ("value", value)):
-        if x.dtype != query.dtype:
-            raise ValueError(
-                f"{name} must have query's dtype {query.dtype}, but got {x.dtype}. Convert it."
-            )
-        if x.device != query.device:
-            raise ValueError(
-                f"{name} must be on query's device {query.device}, but got {x.device}. Move it "
-                f"there."
-            )
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
-    """Heads, head_dims, and the length of keys: of tensors whose sequence is dimension ``rows``."""
-    heads, kv_heads, value_heads = (x.shape[1] for x in (query, key, value))
-    if value_heads != kv_heads:
-        raise ValueError(
-            f"value must have key's {kv_heads} heads, but got {value_heads}. Grouped heads share "
-            f"both."
-        )
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    heads, kv_heads, value_heads = query.shape[1], key.shape[1], value.shape[1]
+    if value_heads == kv_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
         raise ValueError(
             f"query's head count must be a multiple of key's, but got {heads} and {kv_heads}. Pass "
             f"layout='bshd' if that dimension is the sequence."
-        )
-    if key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"key must have query's head_dim {query.shape[-1]}, but got {key.shape[-1]}. Only "
-            f"value's may differ."
         )
     for name, x in (("query", query), ("value", value)):
         if x.shape[-1] < 1:
@@ -255,11 +228,19 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
                 f"{name} must have a head_dim of at least 1, but got {x.shape[-1]}. Leave empty "
                 f"heads out."
             )
-    if value.shape[rows] != key.shape[rows]:
-        raise ValueError(
-            f"value must have key's sequence length {key.shape[rows]}, but got "
-            f"{value.shape[rows]}. Pass the same positions of both."
-        )
+    batch = query.shape[0] if rows else 0  # of a packed batch there is none
+    n_keys, dim, same = key.shape[rows], query.shape[-1], "Pass the same positions of both."
+    check_equal(
+        ("key", _DTYPE, query.dtype, key.dtype, "Convert it."),
+        ("value", _DTYPE, query.dtype, value.dtype, "Convert it."),
+        ("key", _DEVICE, query.device, key.device, _MOVE),
+        ("value", _DEVICE, query.device, value.device, _MOVE),
+        ("key", _BATCH, batch, key.shape[0] if rows else 0, "Expand it."),
+        ("value", _BATCH, batch, value.shape[0] if rows else 0, "Expand it."),
+        ("value", "have key's {} heads", kv_heads, value_heads, "Grouped heads share both."),
+        ("key", "have query's head_dim {}", dim, key.shape[-1], "Only value's may differ."),
+        ("value", "have key's sequence length {}", n_keys, value.shape[rows], same),
+    )
 
 
 def check_inputs(

@@ -17,12 +17,14 @@ Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from flashattn_triton.inputs import check_equal
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.problem import DTYPES, Problem, broadcasts
 
@@ -42,7 +44,6 @@ class MaskAndBiasSpecialization:
     prefix: bool
     bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
     mask: bool = False
-    sinks: bool = False
 
     @property
     def numbers(self) -> dict[str, int | None]:
@@ -91,7 +92,6 @@ class MaskAndBias:
             prefix=self.prefix_lengths is not None,
             bias_strides=strides,
             mask=self.mask is not None,
-            sinks=self.sinks is not None,
         )
 
     def sequence(self, index: int) -> MaskAndBias:
@@ -189,30 +189,35 @@ def resolve_mask_and_bias(
     if sinks is not None:
         check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
-    tensors = zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=False)
-    for name, x in tensors:
-        if x is None:
-            continue
-        check_tensors(**{name: x})
-        if x.device != device:
-            raise ValueError(
-                f"{name} must be on query's device {device}, but got {x.device}. Move it there."
-            )
-    batch = 1
-    for size in leading:
-        batch *= size
+    for name, x in zip(NAMES, (alibi_slopes, bias, prefix_lengths), strict=False):
+        if x is not None:
+            check_tensors(**{name: x})
+            check_equal((name, "be on query's device {}", device, x.device, "Move it there."))
+    batch = math.prod(leading)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, leading, heads)
         slopes = alibi_slopes.reshape(-1, heads) if alibi_slopes.dim() > 1 else alibi_slopes
         alibi_slopes = slopes.expand(batch, heads).contiguous()
     if bias is not None:
-        _check_bias(bias, (*leading, heads, *lengths))
+        sizes, full = tuple(bias.shape), (*leading, heads, *lengths)
+        if not broadcasts(sizes, full) or bias.dtype not in (*DTYPES, torch.float64):
+            raise ValueError(
+                f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {full} "
+                f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it "
+                f"size 1 in the dimensions that share it."
+            )
         if bias.dim() > 3 and len(leading) != 1:
             bias = bias.expand(*leading, *bias.shape[-3:]).flatten(0, -4)
         if bias.dim() < 4:
             bias = bias[(None,) * (4 - bias.dim())]
     if prefix_lengths is not None:
-        _check_prefix_lengths(prefix_lengths, leading)
+        shape, expected = tuple(prefix_lengths.shape), tuple(leading)
+        if prefix_lengths.dtype not in (torch.int32, torch.int64) or shape != expected:
+            raise ValueError(
+                f"prefix_lengths must be int32 or int64 of shape {expected}, one length for each "
+                f"sequence, but got {prefix_lengths.dtype} of shape {shape}. Count the keys that "
+                f"every query sees."
+            )
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
@@ -234,11 +239,8 @@ def normalised(
 ) -> tuple[Tensor | None, ...]:
     """The tensors :data:`NAMES` of a call, checked and in one shape; the others as they are.
 
-    Args:
-        problem: whose layout ``query`` and ``key`` have.
-        query: checked, as ``key``.
-        key: see ``query``.
-        given: tensors :data:`NAMES`, then ``cu_seqlens`` of queries and keys.
+    ``query`` and ``key`` have been checked, and have the layout of ``problem``; ``given`` are
+    tensors :data:`NAMES`, then ``cu_seqlens`` of queries and keys.
 
     Raises:
         ValueError: as :func:`resolve_mask_and_bias` and :func:`check_prefix_options`.
@@ -296,23 +298,4 @@ def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
         raise ValueError(
             "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach it, "
             "or pass what is learned as bias, which has one."
-        )
-
-
-def _check_bias(bias: Tensor, shape: tuple[int, ...]) -> None:
-    sizes = tuple(bias.shape)
-    if not broadcasts(sizes, shape) or bias.dtype not in (*DTYPES, torch.float64):
-        raise ValueError(
-            f"bias must be a float16, bfloat16 or float32 tensor that broadcasts to {shape} "
-            f"(batch, heads, queries, keys), but got {bias.dtype} of shape {sizes}. Give it size "
-            f"1 in the dimensions that share it."
-        )
-
-
-def _check_prefix_lengths(lengths: Tensor, leading: Sequence[int]) -> None:
-    if lengths.dtype not in (torch.int32, torch.int64) or tuple(lengths.shape) != tuple(leading):
-        raise ValueError(
-            f"prefix_lengths must be int32 or int64 of shape {tuple(leading)}, one length for each "
-            f"sequence, but got {lengths.dtype} of shape {tuple(lengths.shape)}. Count the keys "
-            f"that every query sees."
         )

@@ -25,13 +25,8 @@ def with_mask(
     Keys and values that the mask hides from all queries are replaced by zeros, because the product
     of a probability 0 with NaN or infinity, as uninitialised memory may hold, is NaN.
 
-    Args:
-        mask: bool, broadcastable to (..., H, N_q, N_k), True where the key is visible.
-        bias: of the call.
-        query: of at least 3 dimensions, as ``key`` and ``value``.
-        key: in ``layout``, as ``value``.
-        value: see ``key``.
-        layout: "bhsd" or "bshd".
+    ``mask`` is bool, broadcastable to (..., H, N_q, N_k), True where the key is visible. Query, key
+    and value, of at least 3 dimensions, are in ``layout``, "bhsd" or "bshd".
 
     Raises:
         ValueError: naming the argument, what it must be and what was given.

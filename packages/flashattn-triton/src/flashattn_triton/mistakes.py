@@ -118,9 +118,7 @@ _ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
 def refuse_with_packed_rows(packed: str, **tensors: object) -> None:
     """Raises ``ValueError`` for an argument that has no meaning where rows are packed.
 
-    Args:
-        packed: the argument for which they are, "document_ids" or "key_lengths".
-        tensors: the others.
+    They are packed for the argument ``packed``, "document_ids" or "key_lengths".
     """
     for name, x in tensors.items():
         if x is not None:
@@ -133,13 +131,7 @@ def refuse_with_packed_rows(packed: str, **tensors: object) -> None:
 
 
 def refuse_unknown(function: str, allowed: Collection[str], given: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` for the first unknown keyword, naming this package's argument.
-
-    Args:
-        function: the one that was called.
-        allowed: its keywords.
-        given: keywords and their values.
-    """
+    """Raises ``TypeError`` for the first unknown keyword, naming this package's argument."""
     name = next((name for name in given if name not in allowed), None)
     if name is None:
         return

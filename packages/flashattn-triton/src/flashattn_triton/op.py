@@ -101,23 +101,10 @@ def key_of(problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: G
                 first == second, (first | second) % 16 and (first % 16, second % 16),
             )  # fmt: skip
     return (
-        problem,
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        query.device,
-        key.device,
-        value.device,
-        _alignment((query, key, value)) if bits % 16 else (),
-        dot_precision(query.dtype),
-        *others,
-    )
+        problem, query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, query.device, key.device, value.device,
+        _alignment((query, key, value)) if bits % 16 else (), dot_precision(query.dtype), *others,
+    )  # fmt: skip
 
 
 def _alignment(tensors: Sequence[Tensor | None]) -> tuple[int, ...]:
@@ -194,20 +181,13 @@ class CachedCall:
             grad_out = grad_out.to(query.dtype)  # what kernels multiply
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         key_ = (
-            self,
-            needs,
-            query.stride(),
-            key.stride(),
-            value.stride(),
-            out.stride(),
-            grad_out.stride(),
-            None if grad_lse is None else grad_lse.stride(),
+            self, needs, query.stride(), key.stride(), value.stride(), out.stride(),
+            grad_out.stride(), None if grad_lse is None else grad_lse.stride(),
             _alignment(tensors if given is NOTHING else (*tensors, *given)),
             dot_precision(query.dtype),
             tuple([None if x is None else x.stride() for x in given]) if self.masked else (),
-            out.dtype,
-            tuple([(x.stride(), x.data_ptr() % 16) for x in into]) if into else (),
-        )
+            out.dtype, tuple([(x.stride(), x.data_ptr() % 16) for x in into]) if into else (),
+        )  # fmt: skip
         launch = _cache.get(key_)
         if launch is None:
             launch = gradients_launcher(
@@ -657,11 +637,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Output and logsumexp of ``problem``; the latter may be None if it is not asked for.
 
-    Args:
-        problem: what is computed.
-        query: and ``key``, ``value``: tensors in its layout.
-        given: what comes with them, by position in :data:`GIVEN`; :data:`NOTHING` if all are None.
-        return_lse: whether the logsumexp is wanted.
+    Tensors are in its layout; ``given`` are those named :data:`GIVEN`, :data:`NOTHING` if all are
+    None.
 
     Raises:
         ValueError: a tensor is not what the public functions describe.
@@ -700,14 +677,10 @@ def attend(
 def add_gradients(
     problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
 ) -> None:
-    """Adds dQ, dK and dV to three fp32 tensors, outside of autograd.
+    """Adds dQ, dK and dV to three fp32 tensors with contiguous rows, outside of autograd.
 
-    Args:
-        problem: what was computed.
-        tensors: query, key, value, output, logsumexp, and the gradients of the last two, of which
-            that of the logsumexp may be None.
-        given: what came with them, by position in :data:`GIVEN`.
-        into: in the layout of the problem, with contiguous rows.
+    ``tensors``: query, key, value, output, logsumexp, and the gradients of the last two, of which
+    that of the logsumexp may be None. ``given``: what came with them, named :data:`GIVEN`.
     """
     query, key, value, out, lse, grad_out, grad_lse = tensors
     cache_key = key_of(problem, query, key, value, given)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
 
@@ -231,22 +231,12 @@ def new_problem(
 ) -> Problem:
     """User arguments to a problem, which is found again if they are not new.
 
-    Args:
-        layout: of the tensors: "bhsd", "bshd", "thd" for packed sequences; None means "bhsd".
-        head_dim: D, for the default scale 1/sqrt(D).
-        longest: at least the lengths of the longest query and key sequence of a packed batch.
-        causal: False, True (= "top-left"), "top-left", "bottom-right" or "bottom-right-window".
-        scale: factor on Q·K before the softmax; any finite number, negative ones included.
-        window: (left, right) numbers of visible keys beside the diagonal; None means no limit.
-        softcap: c > 0 maps a scaled score s to c·tanh(s/c).
-        deterministic: gradients are bit-identical from run to run; None: as
-            ``torch.use_deterministic_algorithms`` says, which compiled code is guarded by.
-        implementation: one of :data:`IMPLEMENTATIONS`.
-        tiling: kernel shapes to use instead of the shipped table's.
-        out_dtype: of the output: ``torch.float32``, or None for that of the inputs.
+    The keywords are those of :func:`~flashattn_triton.flash_attention`. ``layout`` may be "thd" for
+    packed sequences, the longest of which have at most ``longest`` queries and keys. ``head_dim`` D
+    is for the default scale 1/sqrt(D).
 
     Raises:
-        ValueError: an argument is outside what is listed above.
+        ValueError: an argument is outside of what is described there.
         TypeError: ``tiling`` is no :class:`~flashattn_triton.Tiling`.
     """
     if deterministic is None:
@@ -283,7 +273,7 @@ def _checked(
         )
     if layout != "thd":
         check_layout(layout)
-    check_implementation(implementation)
+    check_choice("implementation", implementation, IMPLEMENTATIONS, "'auto' chooses.")
     if tiling is not None and not isinstance(tiling, Tiling):
         raise TypeError(
             f"tiling must be a Tiling or None, but got {tiling!r}. Use None for the shipped table."
@@ -302,15 +292,6 @@ def _checked(
     )
 
 
-def check_implementation(implementation: str) -> None:
-    """Raises ``ValueError`` unless ``implementation`` is one that exists."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, but got "
-            f"{implementation!r}. 'auto' chooses."
-        )
-
-
 def normalise_flag(name: str, flag: object) -> bool:
     """``flag``; raises ``ValueError`` with its name unless it is a bool."""
     if not isinstance(flag, bool):
@@ -318,20 +299,16 @@ def normalise_flag(name: str, flag: object) -> bool:
     return flag
 
 
-def _normalise_causal(causal: bool | str) -> Causal:
-    if causal is False or causal == "none":
-        return "none"
-    if causal is True or causal == "top-left":
-        return "top-left"
-    if causal == "bottom-right":
-        return "bottom-right"
-    if causal == "bottom-right-window":
-        return "bottom-right-window"
-    raise ValueError(
-        f"causal must be False, True, 'top-left', 'bottom-right' or 'bottom-right-window', but got "
-        f"{causal!r}. Use 'top-left' for PyTorch's is_causal=True, 'bottom-right' for flash-attn's "
-        f"causal=True."
-    )
+def _normalise_causal(causal: Any) -> Causal:
+    if isinstance(causal, bool):
+        return "top-left" if causal else "none"
+    if causal not in get_args(Causal):
+        raise ValueError(
+            f"causal must be False, True, 'top-left', 'bottom-right' or 'bottom-right-window', but "
+            f"got {causal!r}. Use 'top-left' for PyTorch's is_causal=True, 'bottom-right' for "
+            f"flash-attn's causal=True."
+        )
+    return causal  # type: ignore[no-any-return]
 
 
 def _is_number(x: object) -> bool:
@@ -379,10 +356,14 @@ def _normalise_softcap(softcap: float | None) -> float | None:
     return float(softcap)
 
 
+def check_choice(name: str, value: object, choices: Collection[str], remedy: str) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, but got {value!r}. {remedy}")
+
+
 def check_layout(layout: str | None) -> None:
     """Raises ``ValueError`` unless ``layout`` is one of "bhsd" and "bshd", or None for "bhsd"."""
-    if layout is not None and layout not in LAYOUTS:
-        raise ValueError(
-            f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}. b is the batch, h "
-            f"heads, s the sequence, d head_dim."
-        )
+    if layout is not None:
+        remedy = "b is the batch, h heads, s the sequence, d head_dim."
+        check_choice("layout", layout, LAYOUTS, remedy)
