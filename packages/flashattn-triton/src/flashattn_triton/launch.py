@@ -209,16 +209,10 @@ def register_limit(
 def tma_refusal(
     name: str, shape: torch.Size, strides: Strides, address: int, itemsize: int
 ) -> str | None:
-    """Why the TMA (tensor memory accelerator) cannot read tiles of a tensor; None if it can.
+    """Why the TMA (tensor memory accelerator) cannot read tiles of a (B, H, N, D) tensor, or None.
 
-    The tensor is (B, H, N, D).
-
-    Args:
-        name: of the tensor, for the answer.
-        shape: of the tensor.
-        strides: in elements; those of dimensions of size 1 are never used.
-        address: in bytes, or as much of it as is known: its remainder by 16 is what counts.
-        itemsize: bytes of an element.
+    ``strides`` are in elements; those of dimensions of size 1 are never used. Of ``address``, in
+    bytes, the remainder by 16 counts.
     """
     if strides[3] != 1 or address % 16:
         return f"{name}'s rows must be contiguous and aligned to 16 bytes"
@@ -285,18 +279,13 @@ def in_order(
 ) -> tuple[dict[str, Any], ...]:
     """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
 
-    Args:
-        kernel: its parameters end with those of ``groups``.
-        groups: the arguments of some neighbouring parameters each, by name.
-        whole: whether the kernel has no other parameters.
-
-    Returns:
-        The same groups, each in the kernel's order.
+    Each of ``groups`` are the arguments of neighbouring parameters, which end the kernel's; if
+    ``whole``, it has no others.
 
     Raises:
         TypeError: a group's names are not those of the parameters in its place.
     """
-    names = list(triton_versions.parameter_names(kernel))
+    names = list(kernel.arg_names)
     first = len(names) - sum(map(len, groups))
     fits = first == 0 if whole else first >= 0
     ordered = []
@@ -341,12 +330,12 @@ class Launch:
         """Fixes everything but addresses.
 
         Args:
-            kernel: its parameters are ``parameters``, ``numbers`` and ``constants``.
+            kernel: its parameters are ``parameters``, ``numbers`` and ``constants``, by name.
             device: where the tensors are; None if callers make it the current one.
             programs: the grid.
-            parameters: tensors, by name.
-            numbers: by name; of the options those that are absent are None.
-            constants: the compile-time arguments, by name.
+            parameters: tensors.
+            numbers: of the options those that are absent are None.
+            constants: the compile-time arguments.
             warps: of a program.
             stages: of a pipelined loop.
             registers: the most that a thread may have; None leaves it to the compiler.
@@ -400,10 +389,8 @@ class Launch:
             else:
                 address = (addresses or {}).get(name, 0)
                 leading.append(x and triton_versions.Pointer(x, address % 16))
-        return triton_versions.compile_version(
-            self.kernel, self.grid, (*leading, *self.numbers.values()), self.constants,
-            **self.options,
-        )  # fmt: skip
+        rest = {**self.constants, **self.options}
+        return self.kernel.warmup(*leading, *self.numbers.values(), grid=self.grid, **rest)
 
     def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers.values(), *self.constants.values())

@@ -29,7 +29,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
@@ -68,28 +68,11 @@ def refusal() -> str | None:
 # ---- launching -----------------------------------------------------------------------------------
 
 
-class TensorTiles(Protocol):
-    """A tensor descriptor without its address."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the tensor."""
-
-    @property
-    def strides(self) -> Sequence[int]:
-        """Strides of the tensor, in elements."""
-
-
-# What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
-Parameter = TensorTiles | Literal["pointer"] | None
+# What takes a tensor: tiles, which have a shape and strides; "pointer"; or None, where there is no
+# tensor at any launch.
+Parameter = Any
 # Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
 _Launch = Callable[[int, Any, Any, Any, list[Any]], None]
-
-
-def parameter_names(kernel: Any) -> Sequence[str]:
-    """Names of a kernel's parameters, in their order."""
-    names: Sequence[str] = kernel.arg_names
-    return names
 
 
 @dataclass(frozen=True)
@@ -102,27 +85,6 @@ class Pointer:
     def data_ptr(self) -> int:
         """The address, in bytes."""
         return self.address
-
-
-def compile_version(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: Sequence[Any],
-    constants: Mapping[str, Any],
-    **options: Any,
-) -> Any:
-    """The kernel compiled for the current device and such arguments; launches nothing.
-
-    Triton's interpreter compiles nothing: None.
-
-    Args:
-        kernel: a function decorated by ``triton.jit`` or ``gluon.jit``.
-        grid: how many programs there are.
-        arguments: descriptors, pointers and numbers, in the parameters' order.
-        constants: the compile-time arguments, by name.
-        options: of the compilation.
-    """
-    return kernel.warmup(*arguments, **constants, grid=grid, **options)
 
 
 @functools.cache
@@ -189,7 +151,7 @@ def fast_launcher(
             descriptors.append((name, position, _Encoded(parameter, next(remaining))))
             template += [*parameter.shape, *parameter.strides]
     template += rest
-    launch = (_launch_3_6 if installed() == (3, 6) else _launch)(compiled, grid)
+    launch = _launch(compiled, grid)
 
     def start(addresses: Mapping[str, int]) -> None:
         arguments = template.copy()
@@ -207,40 +169,33 @@ def fast_launcher(
     return start
 
 
-def _launch_3_6(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
-    """One kernel's own launcher."""
-    launcher = compiled.run
-    function = launcher.launch
-    if inspect.isfunction(function):  # it expands descriptors, and then calls what is wanted here
-        function = inspect.getclosurevars(function).nonlocals["launcher"]
-    x, y, z = grid
-    handle, metadata = compiled.function, compiled.packed_metadata
-    cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
-
-    def launch(stream: int, seen: Any, enter: Any, leave: Any, arguments: list[Any]) -> None:
-        function(
-            x, y, z, stream, handle, cooperative, dependent,
-            None, None, metadata, seen, enter, leave, *arguments,
-        )  # fmt: skip
-
-    return launch
-
-
 def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
-    """The launcher of all kernels, from Triton 3.7 on."""
+    """The launcher of one kernel, or from Triton 3.7 on of all kernels."""
     from triton.runtime.driver import driver
 
     launcher = compiled.run
-    function = driver.active.utils.launch
     x, y, z = grid
     handle, metadata = compiled.function, compiled.packed_metadata
     cooperative, dependent = launcher.launch_cooperative_grid, launcher.launch_pdl
+    if installed() == (3, 6):
+        own = launcher.launch
+        if inspect.isfunction(own):  # it expands descriptors, and then calls what is wanted here
+            own = inspect.getclosurevars(own).nonlocals["launcher"]
+
+        def launch_3_6(stream: int, seen: Any, enter: Any, leave: Any, args: list[Any]) -> None:
+            own(
+                x, y, z, stream, handle, cooperative, dependent,
+                None, None, metadata, seen, enter, leave, *args,
+            )  # fmt: skip
+
+        return launch_3_6
+    function = driver.active.utils.launch
     annotations, signature = launcher.arg_annotations, launcher.kernel_signature
 
-    def launch(stream: int, seen: Any, enter: Any, leave: Any, arguments: list[Any]) -> None:
+    def launch(stream: int, seen: Any, enter: Any, leave: Any, args: list[Any]) -> None:
         function(
             x, y, z, stream, handle, cooperative, dependent,
-            metadata, seen, enter, leave, None, None, annotations, signature, arguments,
+            metadata, seen, enter, leave, None, None, annotations, signature, args,
         )  # fmt: skip
 
     return launch
@@ -249,7 +204,7 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
 class _Encoded(dict[int, Any]):
     """Descriptors of one parameter as the TMA reads them, by address."""
 
-    def __init__(self, tiles: TensorTiles, encoding: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: Any, encoding: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         self.settings = (

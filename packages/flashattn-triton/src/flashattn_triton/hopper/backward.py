@@ -18,11 +18,7 @@ from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
 from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import (
-    PackedTiles,
-    packed_tiles,
-    without_offset,
-)
+from flashattn_triton.hopper.packed import PackedTiles, packed_tiles, without_offset
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
@@ -192,13 +188,9 @@ def hopper_backward_call(
     dtype, or adds them to fp32 tensors with the strides of ``into`` (:func:`can_add`). dQ is
     accumulated in fp32; in any order, unless ``problem`` asks for deterministic gradients.
 
-    Args:
-        tensors: may have any strides, and are copied where the TMA cannot follow them; what is the
-            same for all heads, as the gradient of a sum is, once.
-        grad_logsumexp: dL, (B, H, N_q), or None for zero.
-        problem: as given to the forward pass, as ``packing``.
-        packing: see ``problem``.
-        into: views of the tensors to which gradients are added, or nothing.
+    ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the
+    same for all heads, as the gradient of a sum is, once. ``grad_logsumexp`` is dL, (B, H, N_q), or
+    None for zero.
     """
     query, key, value, out, _ = tensors
     device, dtype = query.device, query.dtype
@@ -365,12 +357,7 @@ def hopper_backward_call(
 
 
 def can_add(head_dims: tuple[int, int], into: Sequence[Tensor]) -> bool:
-    """Whether a kernel here adds gradients to these fp32 tensors, of up to 128 columns.
-
-    Args:
-        head_dims: D of query and key, E of value.
-        into: (B, H, N, D) and two (B, G, N, ...) views.
-    """
+    """Whether a kernel here adds gradients to these fp32 (B, H, N, D) views: to 128 columns."""
     aligned = all(
         x.data_ptr() % 16 == 0 and x.stride(3) == 1 and all(s % 8 == 0 for s in x.stride()[:3])
         for x in into

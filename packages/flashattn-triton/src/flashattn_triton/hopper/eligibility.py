@@ -36,13 +36,8 @@ def refusal(
 ) -> str | None:
     """Why not this kind of problem; None if it can be computed.
 
-    Args:
-        capability: compute capability of the GPU.
-        dtype: of the inputs.
-        head_dims: D of query and key, E of value.
-        problem: mask, window, scale, soft-cap.
-        tensors: names of the tensors that change the softmax.
-        by_name: whether the caller insists on this tier.
+    ``head_dims``: D of query and key, E of value. ``tensors``: names of those that change the
+    softmax. ``by_name``: whether the caller insists on this tier.
     """
     if capability != CAPABILITY:
         return f"it needs compute capability 9.0, and this is {capability[0]}.{capability[1]}"
@@ -50,24 +45,30 @@ def refusal(
         return f"it takes float16 and bfloat16, and this is {str(dtype).removeprefix('torch.')}"
     if problem.softcap is not None and max(head_dims) <= NARROW and not by_name:
         return f"up to head_dim {NARROW} it takes no soft-cap, unless asked for by name"
-    if is_wide(head_dims):
-        return _other_refusal(problem, tensors)
-    if head_dims[0] != head_dims[1]:
-        return (
-            f"it takes two head_dims where one of them is above 128 and both are multiples of 8 "
-            f"from 40 to 256, and this is {head_dims}"
-        )
-    if head_dims[0] not in HEAD_DIMS:
-        return f"it takes multiples of 8 from 40 to 256 as head_dim, and this is {head_dims[0]}"
-    left, right = problem.band
-    if head_dims[0] <= NARROW and left is not None and right is not None:
-        keys = left + right + 1
-        if keys < SHORTEST_NARROW_WINDOW:
+    if not is_wide(head_dims):
+        if head_dims[0] != head_dims[1]:
             return (
-                f"up to head_dim {NARROW} it takes windows of at least {SHORTEST_NARROW_WINDOW} "
-                f"keys, and this is {keys}"
+                f"it takes two head_dims where one of them is above 128 and both are multiples of "
+                f"8 from 40 to 256, and this is {head_dims}"
             )
-    return _other_refusal(problem, tensors)
+        if head_dims[0] not in HEAD_DIMS:
+            return f"it takes multiples of 8 from 40 to 256 as head_dim, and this is {head_dims[0]}"
+        left, right = problem.band
+        if head_dims[0] <= NARROW and left is not None and right is not None:
+            keys = left + right + 1
+            if keys < SHORTEST_NARROW_WINDOW:
+                return (
+                    f"up to head_dim {NARROW} it takes windows of at least "
+                    f"{SHORTEST_NARROW_WINDOW} keys, and this is {keys}"
+                )
+    if problem.largest_only:
+        return "it does not return the largest scores"
+    others = [name for name in tensors if name != "sinks"]
+    if others:
+        return f"it takes no {' or '.join(others)}"
+    if abs(problem.scale) < _SMALLEST_SCALE:
+        return "it needs a scale other than 0"
+    return triton_versions.refusal()
 
 
 def is_wide(head_dims: tuple[int, int]) -> bool:
@@ -89,14 +90,3 @@ def orders_gradients(head_dims: tuple[int, int], problem: Problem) -> bool:
     """
     left, right = problem.band
     return is_wide(head_dims) or right is not None or left is None
-
-
-def _other_refusal(problem: Problem, tensors: tuple[str, ...]) -> str | None:
-    if problem.largest_only:
-        return "it does not return the largest scores"
-    others = [name for name in tensors if name != "sinks"]
-    if others:
-        return f"it takes no {' or '.join(others)}"
-    if abs(problem.scale) < _SMALLEST_SCALE:
-        return "it needs a scale other than 0"
-    return triton_versions.refusal()

@@ -16,16 +16,8 @@ from flashattn_triton.hopper.configs import (
     forward_widths,
 )
 from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
-from flashattn_triton.hopper.launch import (
-    edges,
-    hopper_launch,
-    tile_map,
-)
-from flashattn_triton.hopper.packed import (
-    PackedTiles,
-    packed_tiles,
-    without_offset,
-)
+from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
+from flashattn_triton.hopper.packed import PackedTiles, packed_tiles, without_offset
 from flashattn_triton.launch import (
     Launch,
     Layout,
@@ -99,16 +91,9 @@ def hopper_forward_call(
 ) -> HopperForwardCall:
     """The call for views of these shapes, strides and types, which ``eligibility`` has not refused.
 
-    It takes tensors as callers have them.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16 or bf16, D a multiple of 8
-            up to 256.
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), E a multiple of 8 up to 256.
-        problem: mask, window and scale.
-        packing: where packed sequences start; None for a dense batch.
-        sinks: (H,), floating and contiguous, or None.
+    Views are (B, H, N_q, D), (B, G, N_k, D) and (B, G, N_k, E), of a packed batch with B = 1; D and
+    E are multiples of 8 up to 256. ``sinks``: (H,), contiguous. The call takes tensors as callers
+    have them.
     """
     device, dtype = query.device, query.dtype
     q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
@@ -190,11 +175,7 @@ def hopper_forward_call(
     }
     return HopperForwardCall(
         launch=hopper_launch(
-            hopper_forward_kernel,
-            min(n_tiles, programs),
-            parameters,
-            numbers,
-            {"OPTIONS": options},
+            hopper_forward_kernel, min(n_tiles, programs), parameters, numbers, {"OPTIONS": options}
         ),
         device=device.index,
         allocate=allocator(device),

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.launch import hopper_launch
-from flashattn_triton.hopper.schedule import (
-    FIELDS,
-    SEQUENCES,
-    most_tiles,
-    packed_tiles_kernel,
-)
+from flashattn_triton.hopper.schedule import FIELDS, SEQUENCES, most_tiles, packed_tiles_kernel
 from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import Problem
 
@@ -69,16 +64,11 @@ def packed_tiles(
     group: int = 1,
     of_keys: bool = False,
 ) -> PackedTiles:
-    """The tiles of one kind of packed batch.
+    """The tiles of one kind of packed batch, and with ``of_keys`` those of keys too.
 
-    Args:
-        packing: where sequences start.
-        tokens: queries and keys of all sequences.
-        rows: queries of a tile, and keys of a tile.
-        heads: of queries.
-        group: how many tiles of one sequence are computed at the same time, see
-            :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
-        of_keys: whether there is a table of keys too.
+    ``tokens``: queries and keys of all sequences. ``rows``: queries and keys of a tile. ``heads``:
+    of queries. ``group``: how many tiles of one sequence are computed at the same time, see
+    :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
     """
     n = packing.sequences
     most = most_tiles(tokens[0], n, rows[0]), most_tiles(tokens[1], n, rows[1]) if of_keys else 0

@@ -13,7 +13,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Launch,
@@ -92,13 +91,10 @@ class KernelInputs:
         return self.packing is None and all(map(can_use_tma, read))
 
     def options(self, kind: type[_Options], kernel: Any, tiles: Tiles, **others: Any) -> _Options:
-        """The compile-time options of ``kernel``.
+        """The compile-time options of ``kernel``, of class ``kind``.
 
-        Args:
-            kind: their class.
-            kernel: the kernel.
-            tiles: its shape; ``use_tma`` counts only where the TMA can read the tensors.
-            others: what only ``kind`` has, and options that are not as most launches have them.
+        ``tiles.use_tma`` counts only where the TMA can read the tensors. ``others``: what only
+        ``kind`` has, and options that are not as most launches have them.
         """
         left, right = self.problem.band
         specialization, dtype = self.mask_and_bias.specialization, self.query.dtype
@@ -134,16 +130,12 @@ class KernelInputs:
         programs: int | None = None,
         **strides: Strides,
     ) -> Launch:
-        """The launch of ``kernel``.
+        """The launch of ``kernel`` with this shape and these compile-time options.
 
-        Args:
-            kernel: the kernel.
-            tiles: its shape.
-            options: its compile-time options.
-            parameters: its tensors, but for those of ``packing`` and most of ``mask_and_bias``.
-            numbers: its arguments that no other kernel has.
-            programs: the grid; None if each program owns a tile of one head's queries.
-            strides: in the place of ``results`` of the same names.
+        ``parameters``: its tensors, but for those of ``packing`` and most of ``mask_and_bias``.
+        ``numbers``: its arguments that no other kernel has. ``programs``: the grid; None if each
+        program owns a tile of one head's queries. ``strides`` take the place of ``results`` of the
+        same names.
         """
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
         specialization, registers = self.mask_and_bias.specialization, None
@@ -153,7 +145,7 @@ class KernelInputs:
             registers = register_limit(specialization, tiles, self.query.dtype, width)
         packed = self.packing is not None
         outer_strides = {n: outer(s, packed) for n, s in {**self.strides, **strides}.items()}
-        known = set(triton_versions.parameter_names(kernel))
+        known = set(kernel.arg_names)
         every: dict[str, Number] = {
             **stride_numbers(**outer_strides),
             **specialization.numbers,
