@@ -108,21 +108,17 @@ def flash_attn_func(
         ValueError: an argument asks for what is not computed here, or is not what is described.
         TypeError: an input is not a tensor, or an argument does not exist.
     """
-    _refuse("flash_attn_func", flash_attn_3, dropout_p=dropout_p)
+    options = _options(
+        "flash_attn_func", {"dropout_p": dropout_p, **flash_attn_3}, causal, softmax_scale,
+        window_size, softcap, alibi_slopes, deterministic,
+    )  # fmt: skip
     flag = normalise_flag("return_attn_probs", return_attn_probs)
     if isinstance(q, Tensor) and q.dim() != 4:
         raise ValueError(
             f"q must be (batch, sequence, heads, head_dim), but got {q.dim()} dimensions: "
             f"{tuple(q.shape)}. Use flash_attn_varlen_func for packed sequences."
         )
-    result = flash_attention(
-        q,
-        k,
-        v,
-        layout="bshd",
-        return_lse=flag,
-        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic),
-    )
+    result = flash_attention(q, k, v, layout="bshd", return_lse=flag, **options)
     return result if isinstance(result, Tensor) else (*result, None)
 
 
@@ -167,47 +163,30 @@ def flash_attn_varlen_func(
         ValueError: an argument asks for what is not computed here, or is not what is described.
         TypeError: an input is not a tensor, or an argument does not exist.
     """
-    _refuse(
-        "flash_attn_varlen_func",
-        flash_attn_3,
-        dropout_p=dropout_p,
-        block_table=block_table,
-    )
+    others = {"dropout_p": dropout_p, "block_table": block_table, **flash_attn_3}
+    options = _options(
+        "flash_attn_varlen_func", others, causal, softmax_scale, window_size, softcap,
+        alibi_slopes, deterministic,
+    )  # fmt: skip
     flag = normalise_flag("return_attn_probs", return_attn_probs)
-    result = flash_attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        return_lse=flag,
-        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic),
-    )
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    result = flash_attention_varlen(q, k, v, *starts, *longest, return_lse=flag, **options)
     return result if isinstance(result, Tensor) else (*result, None)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of one (B, N, 3, H, D) tensor, of which it takes views.
+    """:func:`flash_attn_func` of views of one (B, N, 3, H, D) tensor of queries, keys and values.
 
-    Args:
-        qkv: queries, keys and values.
-        options: those of ``flash_attn_func`` behind ``v``, in its order.
-        keywords: the same by name.
+    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
     """
     q, k, v = _unpacked("qkv", qkv, 5, 3)
     return flash_attn_func(q, k, v, *options, **keywords)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of (B, N_q, H, D) queries and one (B, N_k, 2, G, D) tensor.
+    """:func:`flash_attn_func` of (B, N_q, H, D) and (B, N_k, 2, G, D) keys and values.
 
-    Args:
-        q: queries.
-        kv: keys and values.
-        options: those of ``flash_attn_func`` behind ``v``, in its order.
-        keywords: the same by name.
+    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
     """
     k, v = _unpacked("kv", kv, 5, 2)
     return flash_attn_func(q, k, v, *options, **keywords)
@@ -216,14 +195,10 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: A
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | None = None, *options: Any, **keywords: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of one (T, 3, H, D) tensor, of which it takes views.
+    """:func:`flash_attn_varlen_func` of views of one (T, 3, H, D) tensor of packed sequences.
 
-    Args:
-        qkv: queries, keys and values of the sequences, one after another.
-        cu_seqlens: (sequences + 1,) int32, where each sequence starts, and T.
-        max_seqlen: at least the length of the longest sequence, or None.
-        options: those of ``flash_attn_varlen_func`` behind ``max_seqlen_k``, in its order.
-        keywords: the same by name.
+    ``cu_seqlens`` and ``max_seqlen`` are those of queries and of keys. The other arguments are
+    those of ``flash_attn_varlen_func`` behind ``max_seqlen_k``, in its order or by name.
     """
     q, k, v = _unpacked("qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
@@ -233,13 +208,10 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and one (T_k, 2, G, D) tensor.
+    """:func:`flash_attn_varlen_func` of (T_q, H, D) and (T_k, 2, G, D) keys and values.
 
-    Args:
-        q: queries of the sequences, one after another.
-        kv: keys and values of the sequences, one after another.
-        options: those of ``flash_attn_varlen_func`` behind ``v``, in its order.
-        keywords: the same by name.
+    The other arguments are those of ``flash_attn_varlen_func`` behind ``v``, in its order or by
+    name.
     """
     k, v = _unpacked("kv", kv, 4, 2)
     return flash_attn_varlen_func(q, k, v, *options, **keywords)
@@ -284,7 +256,9 @@ def flash_attn_with_kvcache(
         ValueError: an argument asks for what is not computed here, or is not what is described.
         TypeError: an input is not a tensor, or an argument does not exist.
     """
-    _refuse("flash_attn_with_kvcache", others)
+    options = _options(
+        "flash_attn_with_kvcache", others, causal, softmax_scale, window_size, softcap, alibi_slopes
+    )
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
         raise ValueError(
@@ -298,14 +272,9 @@ def flash_attn_with_kvcache(
         places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[rows, places], v_cache[rows, places] = k, v
         lengths = lengths + k.shape[1]
+    flag = normalise_flag("return_softmax_lse", return_softmax_lse)
     return flash_attention(
-        q,
-        k_cache,
-        v_cache,
-        key_lengths=lengths,
-        layout="bshd",
-        return_lse=normalise_flag("return_softmax_lse", return_softmax_lse),
-        **_options(causal, softmax_scale, window_size, softcap, alibi_slopes),
+        q, k_cache, v_cache, key_lengths=lengths, layout="bshd", return_lse=flag, **options
     )
 
 
@@ -359,9 +328,21 @@ def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor,
     return packed.unbind(-3)
 
 
-def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:
-    """Raises for what is not computed here, and for names that no flash-attn has."""
-    for name, value in (given | flash_attn_3).items():
+def _options(
+    function: str,
+    others: dict[str, Any],
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool | None = None,
+) -> PackedKeywords:
+    """This package's keywords for flash-attn's arguments.
+
+    Raises for ``others`` that ask for what is not computed here, and for names of no flash-attn.
+    """
+    for name, value in others.items():
         if name in _WITHOUT_EFFECT:
             continue
         if name not in _UNSUPPORTED:
@@ -370,27 +351,14 @@ def _refuse(function: str, flash_attn_3: dict[str, Any], **given: Any) -> None:
                 f"Leave it out."
             )
         nothing, feature = _UNSUPPORTED[name]
-        if isinstance(value, Tensor) or value != nothing:
-            shown = (
-                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
-            )
+        is_tensor = isinstance(value, Tensor)
+        if is_tensor or value != nothing:
+            shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else value
             raise ValueError(
                 f"{name} must be {nothing}, because flashattn-triton does not support {feature}, "
                 f"but got {shown}. Leave it out, or keep flash-attn for this call."
             )
-
-
-def _options(
-    causal: bool,
-    softmax_scale: float | None,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool | None = None,
-) -> PackedKeywords:
-    """This package's keywords for flash-attn's arguments."""
-    if not isinstance(causal, bool):
-        raise ValueError(f"causal must be True or False, but got {causal!r}. Pass a bool.")
+    normalise_flag("causal", causal)
     if not isinstance(window_size, tuple | list) or len(window_size) != 2:
         raise ValueError(
             f"window_size must be a pair (left, right) of integers, but got {window_size!r}. Use "
