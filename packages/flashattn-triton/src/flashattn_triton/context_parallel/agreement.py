@@ -35,13 +35,7 @@ class RankLostError(RuntimeError):
 def agree(
     group: dist.ProcessGroup, facts: Facts, starts: tuple[int, ...] | None, device: torch.device
 ) -> None:
-    """Compares what the ranks ask for. Collective.
-
-    Args:
-        group: the ranks.
-        facts: equal on all ranks.
-        starts: of packed sequences, likewise.
-        device: of the tensors.
+    """Compares what the ranks ask for, and where packed sequences start. Collective.
 
     Raises:
         ValueError: facts or starts differ: on every rank, naming what differs and on which ranks.

@@ -19,7 +19,7 @@ from flashattn_triton.context_parallel.peer_memory import in_words
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
 from flashattn_triton.inputs import check_dense
 from flashattn_triton.mask_and_bias import check_sinks
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.mistakes import check_tensors, refuse_unknown
 from flashattn_triton.problem import (
     DTYPES,
     CausalArgument,
@@ -27,6 +27,7 @@ from flashattn_triton.problem import (
     Layout,
     Problem,
     Window,
+    check_choice,
     heads_first,
     new_problem,
     normalise_flag,
@@ -53,12 +54,9 @@ class ContextKeywords(TypedDict, total=False):
 
 
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Group = None,
+    query: Tensor, key: Tensor, value: Tensor, group: Group = None,
     **keywords: Unpack[ContextKeywords],
-) -> Any:
+) -> Any:  # fmt: skip
     """Self-attention of sequences that are spread over ranks.
 
     Every rank calls this with its tokens in zigzag order (:func:`shard_tokens`) and gets its part
@@ -103,12 +101,9 @@ def context_parallel_attention(
 
 
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Group = None,
+    query: Tensor, key: Tensor, value: Tensor, group: Group = None,
     **keywords: Unpack[ContextKeywords],
-) -> Any:
+) -> Any:  # fmt: skip
     """:func:`context_parallel_attention` to the keys of one rank after another.
 
     Takes, returns and raises the same. Outputs are joined in fp32. A rank holds the keys of two
@@ -118,12 +113,9 @@ def ring_attention(
 
 
 def all_gather_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Group = None,
+    query: Tensor, key: Tensor, value: Tensor, group: Group = None,
     **keywords: Unpack[ContextKeywords],
-) -> Any:
+) -> Any:  # fmt: skip
     """:func:`context_parallel_attention` to the keys of all ranks, gathered a few heads at a time.
 
     Takes, returns and raises the same. Every query has all of its keys in one call, so that output
@@ -134,12 +126,9 @@ def all_gather_attention(
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    group: Group = None,
+    query: Tensor, key: Tensor, value: Tensor, group: Group = None,
     **keywords: Unpack[ContextKeywords],
-) -> str:
+) -> str:  # fmt: skip
     """In words: which way :func:`context_parallel_attention` takes, and why. Communicates nothing.
 
     Takes its arguments, and raises its errors that need no other rank.
@@ -173,7 +162,16 @@ def _attention(
     (q, k, v), problem, starts = packed_problem(query, key, value, **keywords)
     ranks = ranks_of(group)
     if ranks is None:
-        return _alone(query, key, value, starts, **keywords)
+        options: dict[str, Any] = {"layout": None, **keywords}
+        for name in ("cu_seqlens", "communication"):
+            options.pop(name, None)
+        if options.get("causal") is True:
+            options["causal"] = "top-left"
+        if starts is None:
+            return flash_attention(query, key, value, **options)
+        del options["layout"]
+        starts = starts.to(query.device)
+        return flash_attention_varlen(query, key, value, starts, starts, **options)
     rows = 0 if problem.packed else len(query)
     out, lse = context_forward(
         q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
@@ -186,42 +184,17 @@ def _attention(
     return (out, lse) if keywords.get("return_lse") else out
 
 
-def _alone(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor | None,
-    **keywords: Unpack[ContextKeywords],
-) -> Any:
-    """The one call of a single rank."""
-    options: dict[str, Any] = dict(keywords)
-    options.pop("cu_seqlens", None)
-    options.pop("communication", None)
-    if options.get("causal") is True:
-        options["causal"] = "top-left"
-    if starts is None:
-        return flash_attention(query, key, value, **options)
-    options.pop("layout", None)
-    starts = starts.to(query.device)
-    return flash_attention_varlen(query, key, value, starts, starts, **options)
-
-
 def packed_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
-    causal: CausalArgument = False,
-    window: Window | None = None,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
     layout: Layout | None = None,
     return_lse: bool = False,
-    deterministic: bool | None = None,
-    implementation: Implementation = "auto",
     communication: Communication = "auto",
+    **options: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None]:
     """Query, key and value as (tokens, heads, head_dim), what is asked for, and starts on the CPU.
 
@@ -229,13 +202,11 @@ def packed_problem(
         ValueError: attention of a rank's tokens to themselves is not defined.
         TypeError: not a tensor, or an unknown keyword.
     """
+    refuse_unknown("context_parallel", ContextKeywords.__annotations__, options)
     check_tensors(query=query, key=key, value=value)
     normalise_flag("return_lse", return_lse)
-    if communication not in get_args(Communication):
-        raise ValueError(
-            f"communication must be one of {', '.join(get_args(Communication))}, but got "
-            f"{communication!r}. Leave it out to let the ranks choose."
-        )
+    remedy = "Leave it out to let the ranks choose."
+    check_choice("communication", communication, get_args(Communication), remedy)
     starts = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
@@ -247,10 +218,7 @@ def packed_problem(
             f"but got {layout!r}. Leave it out."
         )
     query, key, value = autocast(query, key, value)
-    problem = new_problem(
-        layout if starts is None else "thd", query.shape[-1], (0, 0), causal, scale, window,
-        softcap, deterministic, implementation,
-    )  # fmt: skip
+    problem = new_problem(layout if starts is None else "thd", query.shape[-1], **options)
     dims = 3 if problem.packed else 4
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != dims or x.dtype not in DTYPES:

@@ -37,15 +37,7 @@ def heads_of_piece(kv_heads: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) -> Choice:
-    """The way for such sequences.
-
-    Args:
-        order: of the tokens.
-        band: of the mask.
-        kv_heads: G.
-        width: D + E, of key and value together.
-        itemsize: bytes of a number.
-    """
+    """The way for such sequences; ``width``: D + E, of key and value together."""
     # All ranks have about as many, and must make one choice.
     calls = sum(len(order.calls(0, source, band)) for source in range(order.world_size))
     if calls <= _CALLS_A_PART * order.world_size:

@@ -61,14 +61,13 @@ def gather(group: dist.ProcessGroup, order: Zigzag, own: Tensor) -> UnderWay[Ten
     sent = on_wire(group, padded(own, order.longest))
     found = sent.new_empty(group.size() * order.longest, *own.shape[1:])
     rows = gathered_rows(order, own.device)
-
-    def start() -> Sequence[Any]:
-        return [dist.all_gather_into_tensor(found, sent, group=group, async_op=True)]
-
-    def finish() -> Tensor:
-        return found.to(own.device).index_select(0, rows)
-
-    return UnderWay(group, "the gathering of tokens", start, finish, sent)
+    return UnderWay(
+        group,
+        "the gathering of tokens",
+        lambda: [dist.all_gather_into_tensor(found, sent, group=group, async_op=True)],
+        lambda: found.to(own.device).index_select(0, rows),
+        sent,
+    )
 
 
 def sum_of_own(group: dist.ProcessGroup, order: Zigzag, x: Tensor) -> UnderWay[Tensor]:
@@ -76,14 +75,13 @@ def sum_of_own(group: dist.ProcessGroup, order: Zigzag, x: Tensor) -> UnderWay[T
     sent = on_wire(group, x.index_select(0, scattered_rows(order, x.device)))
     found = sent.new_empty(order.longest, *x.shape[1:])
     n = order.length(group.rank())
-
-    def start() -> Sequence[Any]:
-        return [dist.reduce_scatter_tensor(found, sent, group=group, async_op=True)]
-
-    def finish() -> Tensor:
-        return found[:n].to(x.device)
-
-    return UnderWay(group, "the sum of the gradients of keys", start, finish, sent)
+    return UnderWay(
+        group,
+        "the sum of the gradients of keys",
+        lambda: [dist.reduce_scatter_tensor(found, sent, group=group, async_op=True)],
+        lambda: found[:n].to(x.device),
+        sent,
+    )
 
 
 def padded(x: Tensor, rows: int) -> Tensor:

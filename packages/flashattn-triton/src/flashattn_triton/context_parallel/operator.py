@@ -117,13 +117,7 @@ def setting_of(
     if way == "auto":
         width = key.shape[2] + value.shape[2]
         way = choose(order, problem.band, key.shape[1], width, key.element_size()).way
-    return way, Setting(
-        group=ranks,
-        order=order,
-        problem=problem,
-        sinks=sinks,
-        communication=communication,
-    )
+    return way, Setting(ranks, order, problem, sinks, communication)
 
 
 def order_of_rank(

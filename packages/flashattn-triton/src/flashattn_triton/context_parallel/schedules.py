@@ -48,31 +48,23 @@ class Setting:
     sinks: Tensor | None
     communication: str
 
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-        return self.group.rank()
-
     def calls(self, source: int | None, rank: int | None = None) -> tuple[Call, ...]:
         """The calls for this rank's queries and the keys of ``source``, of all ranks if None."""
-        return self.order.calls(self.rank if rank is None else rank, source, self.problem.band)
+        rank = self.group.rank() if rank is None else rank
+        return self.order.calls(rank, source, self.problem.band)
 
     def options(self, call: Call) -> OptionKeywords:
         """Keywords of a call."""
-        causal, window = call.mask
-        problem = self.problem
+        (causal, window), problem = call.mask, self.problem
         return {
-            "causal": causal,
-            "window": window,
-            "scale": problem.scale,
-            "softcap": problem.softcap,
-            "deterministic": problem.deterministic,
-            "implementation": problem.implementation,
-        }
+            "causal": causal, "window": window, "scale": problem.scale, "softcap": problem.softcap,
+            "deterministic": problem.deterministic, "implementation": problem.implementation,
+        }  # fmt: skip
 
     def is_read(self, step: int) -> bool:
         """Whether the rank ``step`` behind this one has calls for this rank's keys."""
-        return bool(self.calls(self.rank, (self.rank + step) % self.group.size()))
+        rank = self.group.rank()
+        return bool(self.calls(rank, (rank + step) % self.group.size()))
 
 
 class Results(NamedTuple):
@@ -155,7 +147,7 @@ def _parts(
 
     While the caller uses a part, the next one is on its way. A part that is hidden has no rows.
     """
-    rank, size = setting.rank, setting.group.size()
+    rank, size = setting.group.rank(), setting.group.size()
     part: Sequence[Tensor] = transfers.own
     coming: UnderWay[Sequence[Tensor]] | None = None
     for step in range(size):
@@ -271,12 +263,7 @@ def _zeros(x: Tensor) -> Tensor:
 
 
 def _attend(
-    setting: Setting,
-    call: Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    **more: Any,
+    setting: Setting, call: Call, query: Tensor, key: Tensor, value: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of the queries of ``call``, packed."""
     tensors = (query[call.queries], key[call.keys], value[call.keys])

@@ -9,7 +9,6 @@ each other's memory instead: copy engines do that beside any kernel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,18 @@ from flashattn_triton.context_parallel.peer_memory import PeerMemory
 #: next one's are summed.
 SLOTS = 2
 _ALIGNMENT = 256  # bytes
+_Moving = UnderWay[Sequence[Tensor]]
 
 
-class Transfers(Protocol):
-    """One pass over the ring. All ranks make the same calls."""
+class Transfers:
+    """One pass over the ring. All ranks make the same calls.
 
-    #: Keys and values of this rank.
-    own: tuple[Tensor, Tensor]
+    ``own``: keys and values of this rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, own: tuple[Tensor, Tensor]) -> None:
+        self.own = own
+        self._group, self._rank, self._size = group, group.rank(), group.size()
 
     def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
         """Keys and values of the rank ``step`` before this one.
@@ -39,9 +43,8 @@ class Transfers(Protocol):
             rows: that the other rank has; 0 if it sends nothing.
             is_read: whether the rank ``step`` behind this one needs those of this rank.
         """
-
-    def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """For the gradients of what was fetched in this step, fp32."""
+        received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
+        return self._fetch(step, received, is_read)
 
     def give_back(
         self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
@@ -51,39 +54,36 @@ class Transfers(Protocol):
         Brings those that the rank ``step`` behind this one has, if it read this rank's keys. What
         was brought in the step before has been waited for.
         """
-
-
-class Messages:
-    """Sends and receives."""
-
-    def __init__(self, group: dist.ProcessGroup, own: tuple[Tensor, Tensor]) -> None:
-        self.own = own
-        self._group = group
-
-    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
-        """See :class:`Transfers`."""
-        received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
-        return self._exchange(self.own if is_read else (), step, received, -step)
+        rows = len(self.own[0]) if is_read else 0
+        received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
+        return self._give_back(step, sums, received)
 
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """See :class:`Transfers`."""
+        """For the gradients of what was fetched in this step, fp32."""
         k, v = (x.new_zeros(rows, *x.shape[1:], dtype=torch.float32) for x in self.own)
         return k, v
 
-    def give_back(
-        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
-    ) -> UnderWay[Sequence[Tensor]]:
-        """See :class:`Transfers`."""
-        rows = len(self.own[0]) if is_read else 0
-        received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
+    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
+        raise NotImplementedError
+
+    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
+        raise NotImplementedError
+
+
+class Messages(Transfers):
+    """Sends and receives."""
+
+    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
+        return self._exchange(self.own if is_read else (), step, received, -step)
+
+    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
         return self._exchange(sums, -step, received, step)
 
     def _exchange(
         self, sent: Sequence[Tensor], ahead: int, received: Sequence[Tensor], behind: int
-    ) -> UnderWay[Sequence[Tensor]]:
+    ) -> _Moving:
         """Sends to the rank ``ahead`` of this one and receives from that ``behind``."""
-        rank, size = self._group.rank(), self._group.size()
-        target, source = (rank + ahead) % size, (rank + behind) % size
+        target, source = ((self._rank + step) % self._size for step in (ahead, behind))
         sent = [on_wire(self._group, x) for x in sent]
         arriving = [on_wire(self._group, x) for x in received]
         operations = [
@@ -107,7 +107,7 @@ class Messages:
         )
 
 
-class Copies:
+class Copies(Transfers):
     """Copies out of the memory of other ranks, on a stream beside the current one.
 
     Every rank's memory has its keys and values, which no rank writes during a pass, and slots for
@@ -120,9 +120,8 @@ class Copies:
     def __init__(
         self, memory: PeerMemory, group: dist.ProcessGroup, own: tuple[Tensor, Tensor], rows: int
     ) -> None:
-        self.own = own
-        self._memory, self._group, self._rows = memory, group, rows
-        self._rank, self._size = group.rank(), group.size()
+        super().__init__(group, own)
+        self._memory, self._rows = memory, rows
         memory.meet(group)  # every rank has waited for the copies of the pass before
         for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
             target.copy_(x)
@@ -134,30 +133,25 @@ class Copies:
         keys = sum(_aligned(rows * x[0].numel() * x.element_size()) for x in own)
         return keys + slots * sum(_aligned(rows * x[0].numel() * 4) for x in own)
 
-    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
-        """See :class:`Transfers`."""
-        source = (self._rank - step) % self._size
-        received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
-        return self._copy("keys and values", source, self._keys_of(source, rows), received)
-
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
-        """See :class:`Transfers`."""
+        """In this rank's memory, where their rank reads them."""
         k, v = self._slot_of(self._rank, step, rows)
         return k.zero_(), v.zero_()
 
-    def give_back(
-        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
-    ) -> UnderWay[Sequence[Tensor]]:
-        """See :class:`Transfers`."""
+    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
+        source = (self._rank - step) % self._size
+        sources = self._keys_of(source, len(received[0]))
+        return self._copy("keys and values", source, sources, received)
+
+    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
         self._memory.meet(self._group)
-        rows = len(self.own[0]) if is_read else 0
         reader = (self._rank + step) % self._size
-        received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
-        return self._copy("gradients", reader, self._slot_of(reader, step, rows), received)
+        sources = self._slot_of(reader, step, len(received[0]))
+        return self._copy("gradients", reader, sources, received)
 
     def _copy(
         self, what: str, rank: int, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> UnderWay[Sequence[Tensor]]:
+    ) -> _Moving:
         def start() -> Sequence[torch.cuda.Event]:
             with self._memory.beside():
                 for target, source in zip(targets, sources, strict=True):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -220,24 +220,14 @@ def _add(layers: list[list[Rectangle]], found: Rectangle) -> None:
 
 def _call(layer: Sequence[Rectangle]) -> Call:
     """Rectangles as packed sequences. Rows between them are sequences with one empty side."""
-    q, k = layer[0].queries[0], layer[0].keys[0]
-    ends = list(_ends(layer))
-    return Call(
-        layer[0].mask,
-        slice(q, layer[-1].queries[1]),
-        slice(k, layer[-1].keys[1]),
-        (0, *(row - q for row, _ in ends)),
-        (0, *(row - k for _, row in ends)),
-    )
-
-
-def _ends(layer: Sequence[Rectangle]) -> Iterator[tuple[int, int]]:
-    """The rows of queries and of keys behind each sequence."""
-    q, k = layer[0].queries[0], layer[0].keys[0]
+    q, k = first_q, first_k = layer[0].queries[0], layer[0].keys[0]
+    ends = [(q, k)]  # of queries and of keys, behind each sequence
     for (q_start, q_end), (k_start, k_end), _ in layer:
         if q_start > q:
-            yield q_start, k
+            ends.append((q_start, k))
         if k_start > k:
-            yield q_start, k_start
+            ends.append((q_start, k_start))
         q, k = q_end, k_end
-        yield q, k
+        ends.append((q, k))
+    starts_q, starts_k = (tuple(x - end[0] for x in end) for end in zip(*ends, strict=True))
+    return Call(layer[0].mask, slice(first_q, q), slice(first_k, k), starts_q, starts_k)
