@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 # What a model's module imports if its attention asks an implementation that is registered.
@@ -41,11 +41,9 @@ _CONTRADICTIONS = {
 def install(model_class: Any, names: Collection[str]) -> None:
     """Has ``model_class`` (``PreTrainedModel``) run :func:`check` for ``names``; repeatable."""
     adjust = model_class._check_and_adjust_attn_implementation
-    if not hasattr(adjust, "checks"):
-        model_class._check_and_adjust_attn_implementation = _checking(adjust, names)
+    if hasattr(adjust, "checks"):
+        return
 
-
-def _checking(adjust: Callable[..., Any], names: Collection[str]) -> Callable[..., Any]:
     @functools.wraps(adjust)
     def adjust_and_check(self: Any, attn_implementation: Any, *args: Any, **keywords: Any) -> Any:
         if attn_implementation in names:
@@ -53,15 +51,14 @@ def _checking(adjust: Callable[..., Any], names: Collection[str]) -> Callable[..
         return adjust(self, attn_implementation, *args, **keywords)
 
     adjust_and_check.checks = names  # type: ignore[attr-defined]
-    return adjust_and_check
+    model_class._check_and_adjust_attn_implementation = adjust_and_check
 
 
 def check(model: Any, name: str) -> None:
     """Refuses models with attention of their own, and warns of dropout in attention.
 
-    Args:
-        model: a ``PreTrainedModel``, or a part of one, that is being built or changed.
-        name: of the implementation.
+    ``model`` is a ``PreTrainedModel``, or a part of one, that is being built or changed; ``name``
+    is that of the implementation.
 
     Raises:
         ValueError: the model does not ask its attention implementation, or tells it wrong things.

@@ -186,9 +186,11 @@ def attention_forward(
         ValueError: if an argument asks for something that is not computed here.
     """
     if dropout:
+        found = model_checks.dropout_settings(getattr(module, "config", module))
+        settings = " and ".join(f"{name}=0" for name in found) or "attention's dropout to 0"
         raise ValueError(
-            f"dropout must be 0 for {NAME}, but got {dropout}. Set {_dropout_settings(module)} in "
-            f"the model's configuration, call model.eval(), or choose another attn_implementation."
+            f"dropout must be 0 for {NAME}, but got {dropout}. Set {settings} in the model's "
+            f"configuration, call model.eval(), or choose another attn_implementation."
         )
     for name, feature in UNSUPPORTED.items():
         if kwargs.get(name) is not None:
@@ -284,12 +286,6 @@ def attention_forward(
     return _attend_unpadded(query, key, value, attention_mask, options), None
 
 
-def _dropout_settings(module: nn.Module) -> str:
-    """The settings of the layer's model that cause dropout in attention, each set to 0."""
-    found = model_checks.dropout_settings(getattr(module, "config", module))
-    return " and ".join(f"{name}=0" for name in found) or "attention's dropout to 0"
-
-
 def _attend_over_ranks(
     tensors: Sequence[Tensor], group: Any, starts: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
@@ -348,25 +344,17 @@ def _attend_unpadded(
         lengths_q = lengths_k = _run_lengths(mask, key_tokens)
     else:  # one sequence in each row, of which the queries are a part
         lengths_q, lengths_k = ((m > 0).sum(dim=1) for m in (query_mask, mask))
-    packed = flash_attention_varlen(
-        _pack(query, query_tokens),
-        _pack(key, key_tokens),
-        _pack(value, key_tokens),
-        _starts(lengths_q),
-        _starts(lengths_k),
-        int(lengths_q.max()),
-        int(lengths_k.max()),
-        **options,
+    q, k, v = (
+        x.transpose(1, 2).flatten(0, 1).index_select(0, tokens)
+        for x, tokens in ((query, query_tokens), (key, key_tokens), (value, key_tokens))
     )
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int() for x in (lengths_q, lengths_k))
+    longest = (int(lengths_q.max()), int(lengths_k.max()))
+    packed = flash_attention_varlen(q, k, v, starts_q, starts_k, *longest, **options)
     assert isinstance(packed, Tensor)
     out = packed.new_zeros(batch * n_queries, *packed.shape[1:])
     out = out.index_copy(0, query_tokens, packed)
     return out.view(batch, n_queries, *packed.shape[1:])
-
-
-def _pack(x: Tensor, tokens: Tensor) -> Tensor:
-    """(B, H, N, D) to (T, H, D)."""
-    return x.transpose(1, 2).flatten(0, 1).index_select(0, tokens)
 
 
 def _run_lengths(mask: Tensor, tokens: Tensor) -> Tensor:
@@ -375,11 +363,6 @@ def _run_lengths(mask: Tensor, tokens: Tensor) -> Tensor:
     numbers = (rows * (mask.max() + 1) + mask).flatten()[tokens]
     lengths: Tensor = torch.unique_consecutive(numbers, return_counts=True)[1]
     return lengths
-
-
-def _starts(lengths: Tensor) -> Tensor:
-    """(sequences + 1,) int32: where each sequence starts when packed, and the end."""
-    return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _in_one_piece(mask: Tensor) -> bool:
@@ -509,43 +492,13 @@ def _recognise(
 ) -> Tensor:
     """The sequence of each key, (B, N_k) int64, from 1 on in each row, within which it is a band.
 
-    Compiled code raises the errors on the device. Lengths may be symbols there, so that rules are
-    evaluated up to a distance of 2**20 in any case.
+    ``queries`` are positions (N_q,), ``keys`` the first and the last one. The rule is compared with
+    the bands that are computed, at distances of 1, 2, 4, ... in both directions. Nothing depends on
+    a value of a tensor in compiled code, which raises the errors on the device; lengths may be
+    symbols there, so that distances go up to 2**20 in any case.
     """
     traced = torch.compiler.is_compiling()
     powers = 21 if traced else (keys[1] - keys[0] + 1).bit_length()
-    *facts, sequences = _compare(mask_function, batch_size, queries, keys, local_size, powers)
-    for fact, message in zip(facts, (NO_BAND, STATIC_CACHE), strict=True):
-        if traced:
-            torch._assert_async(fact, message)
-        elif not fact:
-            raise ValueError(message)
-    return sequences
-
-
-def _compare(
-    mask_function: MaskFunction,
-    batch_size: int,
-    queries: Tensor,
-    keys: tuple[int, int],
-    local_size: int | None,
-    powers: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rule beside the bands that are computed; nothing here depends on a value of a tensor.
-
-    Args:
-        mask_function: the rule.
-        batch_size: B.
-        queries: (N_q,), their positions.
-        keys: the first and the last position of keys.
-        local_size: width of a sliding window.
-        powers: distances of 1, 2, 4, ..., so many, are looked at in both directions.
-
-    Returns:
-        Whether the rule is a band within sequences, () bool; whether the last query is at the last
-        key or need not be, () bool; the number of each key's sequence in its row, (B, N_k) int64,
-        from 1 on.
-    """
     first, last = keys
     far = [2**n for n in range(powers)]
     if local_size is not None:
@@ -579,4 +532,9 @@ def _compare(
     at_an_end = queries[-1] == last
     if local_size is None:
         at_an_end = at_an_end | ~causal
-    return agrees, at_an_end, sequences
+    for fact, message in ((agrees, NO_BAND), (at_an_end, STATIC_CACHE)):
+        if traced:
+            torch._assert_async(fact, message)
+        elif not fact:
+            raise ValueError(message)
+    return sequences
