@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,31 +74,14 @@ def forward_tangents(
 
 
 def backward_tangents(
-    inputs: Tensors,
-    direction: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    tangents: tuple[Tensor, Tensor],
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    given: Tensors,
-    problem: Problem,
-) -> list[Tensor | None]:
+    inputs: Tensors, direction: Tensors, out: Tensor, lse: Tensor, tangents: tuple[Tensor, Tensor],
+    grad_out: Tensor, grad_lse: Tensor | None, given: Tensors, problem: Problem,
+) -> list[Tensor | None]:  # fmt: skip
     """B: tangents of the gradients of ``inputs``, while those of output and logsumexp are fixed.
 
-    Args:
-        inputs: as in :func:`forward_tangents`, as are ``direction``, ``out`` and ``lse``.
-        direction: tangents of ``inputs``; None for zero.
-        out: the output.
-        lse: the logsumexp.
-        tangents: of output and logsumexp, what :func:`forward_tangents` returns.
-        grad_out: the gradient of the output.
-        grad_lse: the gradient of the logsumexp, or None for zero.
-        given: as in :func:`forward_tangents`.
-        problem: what is computed.
-
-    Returns:
-        Tensors like ``inputs``; None where there is no input.
+    Takes the arguments of :func:`forward_tangents`, the ``tangents`` that it returns, and the
+    gradients of output and logsumexp, of which the latter may be None for zero. Returns tensors
+    like ``inputs``; None where there is no input.
     """
     results: list[Tensor | None] = []
     gradients = (grad_out, grad_lse)
@@ -131,14 +115,9 @@ def _joined(parts: Sequence[Tensor], like: Tensor, problem: Problem) -> Tensor:
 
 
 def _parts(
-    inputs: Tensors,
-    direction: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    given: Tensors,
-    problem: Problem,
+    inputs: Tensors, direction: Tensors, out: Tensor, lse: Tensor, given: Tensors, problem: Problem,
     *results: Tensor | None,
-) -> Iterator[_Part]:
+) -> Iterator[_Part]:  # fmt: skip
     """The batch, or each packed sequence.
 
     ``results``: Ȯ, L̇, dO and dL for the backward pass.
@@ -177,7 +156,7 @@ class _Part:
 
     def __init__(
         self,
-        inputs: Tensors,
+        inputs: Sequence[Any],
         direction: Tensors,
         others: Tensors,
         results: Tensors,
@@ -188,10 +167,7 @@ class _Part:
 
         ``results``: O, L, and for the backward pass Ȯ, L̇, dO and dL.
         """
-        query, key, value = inputs
-        assert query is not None
-        assert key is not None
-        self.inputs = inputs
+        query, key, value = self.inputs = inputs
         self.problem = problem
         self.scores = ScoreTiles(query, key, problem, mask_and_bias)
         self.groups = self.scores.groups
@@ -262,24 +238,18 @@ class _Part:
             tangent = tangent + self._folded(tbias)
         return p, tangent, slope, curvature
 
-    def _rows(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """Tiles of queries, by their first one, as one tensor; 0 where there is none."""
-        sizes = tiles(self.scores.n_queries, self.tile)
-        spans = [(start, self.scores.rows(start, end)) for start, end in sizes]
-        return self._cat([pieces[i].expand_as(like[:, rows]) for i, rows in spans], like)
+    def _concatenated(self, pieces: dict[int, Tensor], like: Tensor, ratio: int = 1) -> Tensor:
+        """Tiles, by their first query or key, as one tensor like ``like``; 0 where there is none.
 
-    def _columns(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        sizes = tiles(self.k.shape[1], self.tile)
-        return self._cat([pieces[i].expand_as(like[:, i:end]) for i, end in sizes], like)
-
-    @staticmethod
-    def _cat(pieces: list[Tensor], like: Tensor) -> Tensor:
-        return torch.cat(pieces, dim=1) if pieces else torch.zeros_like(like)
+        ``ratio``: rows of ``like`` for each of them.
+        """
+        spans = tiles(like.shape[1] // ratio, self.tile)
+        found = [pieces[i].expand_as(like[:, i * ratio : end * ratio]) for i, end in spans]
+        return torch.cat(found, dim=1) if found else torch.zeros_like(like)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Ȯ (B, H, N_q, E) and L̇ (B, H, N_q)."""
         query = self.inputs[0]
-        assert query is not None
         zero = self.q.new_zeros(())
         lses: dict[int, Tensor] = defaultdict(lambda: zero)
         outs: dict[int, Tensor] = defaultdict(lambda: zero)
@@ -289,18 +259,15 @@ class _Part:
                 weighted, columns, i = p * tangent, slice(*keys), queries[0]
                 lses[i] = lses[i] + weighted.sum(-1)
                 outs[i] = outs[i] + weighted @ self.v[:, columns] + p @ self.tv[:, columns]
-            lse = self._rows(lses, self.lse)
+            lse = self._concatenated(lses, self.lse, self.scores.ratio)
             if self.sink_share is not None and self.sink_tangent is not None:
                 lse = lse + self.sink_share * self.sink_tangent
-            out = self._rows(outs, self.out) - lse[..., None] * self.out
+            out = self._concatenated(outs, self.out, self.scores.ratio) - lse[..., None] * self.out
             return unfold(out, query, self.groups), unfold(lse, query, self.groups)
 
     def backward(self) -> tuple[Tensor, ...]:
         """Tangents of dQ, dK, dV (B, H, N, ...), and of the gradients of bias and sinks."""
         query, key, value = self.inputs
-        assert query is not None
-        assert key is not None
-        assert value is not None
         bias = self.scores.mask_and_bias.bias
         zero = query.new_zeros(())
         dbias = zero if bias is None else torch.zeros_like(bias, dtype=self.q.dtype)
@@ -326,10 +293,11 @@ class _Part:
                     ds, tds = ds * slope, tds * slope + ds * curvature
                 dq[i] = dq[i] + tds @ k + ds @ tk
                 dk[j] = dk[j] + tds.transpose(1, 2) @ q + ds.transpose(1, 2) @ tq
+            dq_rows = self._concatenated(dq, self.q, self.scores.ratio)
             gradients = (
-                unfold(self._rows(dq, self.q) * self.problem.scale, query, self.groups),
-                unfold(self._columns(dk, self.k), key, self.groups),
-                unfold(self._columns(dv, self.v), value, self.groups),
+                unfold(dq_rows * self.problem.scale, query, self.groups),
+                unfold(self._concatenated(dk, self.k), key, self.groups),
+                unfold(self._concatenated(dv, self.v), value, self.groups),
             )
             dsinks = zero
             if self.sink_share is not None:

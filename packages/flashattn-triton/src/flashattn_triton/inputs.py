@@ -114,14 +114,9 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
 
 
 def check_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> None:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None, max_seqlen_k: int | None,
+) -> None:  # fmt: skip
     """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
 
     The *values* of ``cu_seqlens`` are checked when they are on the CPU. On a GPU reading them
@@ -168,13 +163,9 @@ def check_varlen(
 
 
 def check_starts(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> None:
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None, max_seqlen_k: int | None,
+) -> None:  # fmt: skip
     """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
 
     Raises:
@@ -244,13 +235,9 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
 
 
 def check_inputs(
-    problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor | None,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-) -> None:
+) -> None:  # fmt: skip
     """Checks tensors in the layout of ``problem``: :func:`check_dense` or :func:`check_varlen`."""
     if problem.packed:
         assert cu_seqlens_q is not None

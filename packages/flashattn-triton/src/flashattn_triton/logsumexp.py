@@ -58,7 +58,18 @@ def merge(
         )
     for i, (out, lse) in enumerate(zip(outputs, logsumexps, strict=True)):
         check_tensors(**{f"outputs[{i}]": out, f"logsumexps[{i}]": lse})
-        _check_part(i, out, outputs[0])
+        if out.dim() < 3 or not out.is_floating_point():
+            raise ValueError(
+                f"outputs[{i}] must be a floating tensor of at least 3 dimensions, but got "
+                f"{out.dtype} of shape {tuple(out.shape)}. Pass what flash_attention returns."
+            )
+        first = outputs[0]
+        if (out.shape, out.dtype, out.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"outputs[{i}] must be like outputs[0], {first.dtype} of shape "
+                f"{tuple(first.shape)} on {first.device}, but got {out.dtype} of shape "
+                f"{tuple(out.shape)} on {out.device}. All parts have the same queries."
+            )
         rows = out.shape[:-1] if layout == "bhsd" else _heads_first(out.shape[:-1])
         if lse.shape != rows or lse.device != out.device or not lse.is_floating_point():
             raise ValueError(
@@ -113,20 +124,6 @@ def sinks_gradient(
     empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
     share = torch.exp(_accumulated(sinks)[..., None, :, None] - lse).masked_fill(empty, 0.0)
     return -(share * delta.masked_fill(empty, 0.0)).sum((-3, -1)).to(sinks.dtype)
-
-
-def _check_part(index: int, out: Tensor, first: Tensor) -> None:
-    if out.dim() < 3 or not out.is_floating_point():
-        raise ValueError(
-            f"outputs[{index}] must be a floating tensor of at least 3 dimensions, but got "
-            f"{out.dtype} of shape {tuple(out.shape)}. Pass what flash_attention returns."
-        )
-    if (out.shape, out.dtype, out.device) != (first.shape, first.dtype, first.device):
-        raise ValueError(
-            f"outputs[{index}] must be like outputs[0], {first.dtype} of shape "
-            f"{tuple(first.shape)} on {first.device}, but got {out.dtype} of shape "
-            f"{tuple(out.shape)} on {out.device}. All parts have the same queries."
-        )
 
 
 def _heads_first(shape: torch.Size) -> torch.Size:

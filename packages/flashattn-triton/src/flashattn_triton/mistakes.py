@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,45 +73,27 @@ def check_tensors(**tensors: object) -> None:
         )
 
 
-def _repeat(ours: str) -> Callable[[Any], str]:
-    return lambda value: f"Use {ours}={value!r}."
-
-
-def _window(value: Any) -> str:
-    sides = value if isinstance(value, Sequence) else (value, value)
-    ours = tuple(None if side == -1 else side for side in sides)
-    return f"Use window={ours!r}, where None, not -1, means no limit."
-
-
-def _causal(value: Any) -> str:
-    return f"Use causal={value!r}, whose True aligns the mask to the top left."
-
-
-def _dropout(value: Any) -> str:
-    return "There is no dropout. Leave the argument out, and apply dropout elsewhere."
-
-
-def _attention_mask(value: Any) -> str:
-    return "Use causal, window or prefix_lengths, mask if it is boolean, or bias if it is numbers."
-
-
-def _no(feature: str) -> Callable[[Any], str]:
-    return lambda value: f"There is no support for {feature}. Leave the argument out."
-
-
-# What flash-attn and PyTorch's scaled_dot_product_attention call things, and what to do instead.
-_ELSEWHERE: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "softmax_scale": ("flash-attn", _repeat("scale")),
-    "sm_scale": ("flash-attn", _repeat("scale")),
-    "window_size": ("flash-attn", _window),
-    "dropout_p": ("flash-attn and PyTorch", _dropout),
-    "return_attn_probs": ("flash-attn", _repeat("return_lse")),
-    "return_softmax_lse": ("flash-attn", _repeat("return_lse")),
-    "block_table": ("flash-attn", _no("paged caches")),
-    "page_table": ("flash-attn", _no("paged caches")),
-    "is_causal": ("PyTorch", _causal),
-    "attn_mask": ("PyTorch", _attention_mask),
-    "enable_gqa": ("PyTorch", lambda value: "Leave it out: grouped heads need no argument."),
+_NO_PAGES = "There is no support for paged caches. Leave the argument out."
+# What flash-attn and PyTorch's scaled_dot_product_attention call things, and what to do instead; {}
+# stands for the value.
+_ELSEWHERE = {
+    "softmax_scale": ("flash-attn", "Use scale={!r}."),
+    "sm_scale": ("flash-attn", "Use scale={!r}."),
+    "window_size": ("flash-attn", "Use window={!r}, where None, not -1, means no limit."),
+    "dropout_p": (
+        "flash-attn and PyTorch",
+        "There is no dropout. Leave the argument out, and apply dropout elsewhere.",
+    ),
+    "return_attn_probs": ("flash-attn", "Use return_lse={!r}."),
+    "return_softmax_lse": ("flash-attn", "Use return_lse={!r}."),
+    "block_table": ("flash-attn", _NO_PAGES),
+    "page_table": ("flash-attn", _NO_PAGES),
+    "is_causal": ("PyTorch", "Use causal={!r}, whose True aligns the mask to the top left."),
+    "attn_mask": (
+        "PyTorch",
+        "Use causal, window or prefix_lengths, mask if it is boolean, or bias if it is numbers.",
+    ),
+    "enable_gqa": ("PyTorch", "Leave it out: grouped heads need no argument."),
 }
 
 
@@ -138,9 +120,12 @@ def refuse_unknown(function: str, allowed: Collection[str], given: Mapping[str, 
     value = given[name]
     if name in _ELSEWHERE:
         library, remedy = _ELSEWHERE[name]
+        if name == "window_size":
+            sides = value if isinstance(value, Sequence) else (value, value)
+            value = tuple(None if side == -1 else side for side in sides)
         raise TypeError(
             f"{function} must be called by its own argument names, but got {name}, a name of "
-            f"{library}. {remedy(value)}"
+            f"{library}. {remedy.format(value)}"
         )
     similar = difflib.get_close_matches(name, allowed, n=1)
     hint = f"Did you mean {similar[0]}?" if similar else f"Choose from {', '.join(allowed)}."

@@ -157,18 +157,9 @@ class CachedCall:
         return self.launch(query, key, value, *self.launched_with(given))
 
     def backward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        grad_out: Tensor,
-        grad_lse: Tensor | None,
-        given: Given,
-        needs: Needs,
-        into: Sequence[Tensor] = (),
-    ) -> tuple[Tensor | None, ...]:
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+        grad_lse: Tensor | None, given: Given, needs: Needs, into: Sequence[Tensor] = (),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         """dQ, dK and dV, also those of bias and sinks if one ``needs`` them.
 
         ``into``: fp32 tensors, to which the first three are added, or nothing.

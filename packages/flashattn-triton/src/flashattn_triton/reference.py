@@ -32,10 +32,7 @@ from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_f
 
 
 def visibility_mask(
-    n_queries: int,
-    n_keys: int,
-    problem: Problem,
-    device: torch.device | str | None = None,
+    n_queries: int, n_keys: int, problem: Problem, device: torch.device | str | None = None
 ) -> Tensor:
     """Which key each query sees.
 

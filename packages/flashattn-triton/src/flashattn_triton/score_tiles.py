@@ -108,11 +108,7 @@ class ScoreTiles:
     """Queries and keys folded and scaled, and the scores of their tiles."""
 
     def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        problem: Problem,
-        mask_and_bias: MaskAndBias,
+        self, query: Tensor, key: Tensor, problem: Problem, mask_and_bias: MaskAndBias
     ) -> None:
         self.batch, self.heads, n_queries, _ = query.shape
         self.n_queries = n_queries

@@ -33,14 +33,9 @@ _ROWS_OF_BACKWARD = (0, 1, 2, 3, 5)
 
 
 def forward_launcher(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    plan: Plan,
-    packing: Packing | None,
-    mask_and_bias: MaskAndBias,
-) -> ForwardLauncher:
+    query: Tensor, key: Tensor, value: Tensor, problem: Problem, plan: Plan,
+    packing: Packing | None, mask_and_bias: MaskAndBias,
+) -> ForwardLauncher:  # fmt: skip
     """What launches the forward pass of such tensors by the tier of ``plan``."""
     tensors = (query, key, value)
     if plan.tier == "hopper":
@@ -58,29 +53,16 @@ def forward_launcher(
 
 
 def gradients_launcher(
-    tensors: Sequence[Tensor | None],
-    problem: Problem,
-    plan: Plan,
-    packing: Packing | None,
-    mask_and_bias: MaskAndBias,
-    needs: Needs,
-    into: Sequence[Tensor] = (),
-) -> BackwardLauncher:
+    tensors: Sequence[Tensor | None], problem: Problem, plan: Plan, packing: Packing | None,
+    mask_and_bias: MaskAndBias, needs: Needs, into: Sequence[Tensor] = (),
+) -> BackwardLauncher:  # fmt: skip
     """What launches the backward passes of such tensors by the tier of ``plan``.
 
-    Args:
-        tensors: query, key, value, out, logsumexp, and the gradients of the last two, of which that
-            of the logsumexp may be None.
-        problem: what is computed.
-        plan: the tier.
-        packing: of a packed batch.
-        mask_and_bias: its tensors.
-        needs: which gradients are wanted.
-        into: fp32 tensors with the strides of those that dQ, dK and dV are added to, or nothing.
-
-    Returns:
-        What returns dQ, dK and dV; and the gradients of bias and sinks, if one of them is wanted.
-        Those that are not wanted are None. With ``into``, it takes such tensors last.
+    ``tensors``: query, key, value, out, logsumexp, and the gradients of the last two, of which that
+    of the logsumexp may be None. ``into``: fp32 tensors with the strides of those that dQ, dK and
+    dV are added to, which are the launcher's last argument then; or nothing. The launcher returns
+    dQ, dK and dV, and the gradients of bias and sinks, if one of them is wanted: None for those
+    that are not.
     """
     main = of_bias = of_sinks = None
     if needs[0]:
@@ -103,13 +85,9 @@ def gradients_launcher(
 
 
 def _backward_launcher(
-    tensors: Sequence[Tensor | None],
-    problem: Problem,
-    plan: Plan,
-    packing: Packing | None,
-    mask_and_bias: MaskAndBias,
-    into: Sequence[Tensor],
-) -> BackwardLauncher:
+    tensors: Sequence[Tensor | None], problem: Problem, plan: Plan, packing: Packing | None,
+    mask_and_bias: MaskAndBias, into: Sequence[Tensor],
+) -> BackwardLauncher:  # fmt: skip
     grad_lse = tensors[6]
     rows = [x for i in _ROWS_OF_BACKWARD if (x := tensors[i]) is not None]
     dl, sums = _rows_view(grad_lse, problem), _views(into, problem)
@@ -209,13 +187,9 @@ def _on_copies(
 
 
 def _tiled_forward(
-    problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing | None = None,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from flashattn_triton.tiled import tiled_forward
 
     q, k, v = _views((query, key, value), problem)
@@ -231,18 +205,10 @@ def _tiled_forward(
 
 
 def _tiled_backward(
-    problem: Problem,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    into: Sequence[Tensor] = (),
-) -> tuple[Tensor, ...]:
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    grad_out: Tensor, grad_logsumexp: Tensor | None, packing: Packing | None = None,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, into: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
     from flashattn_triton.tiled import tiled_backward
 
     inputs = (query, key, value)

@@ -31,16 +31,10 @@ KEY_TILE = 256
 
 @torch.no_grad()
 def tiled_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    /,
-    *,
-    query_tile: int = QUERY_TILE,
+    query: Tensor, key: Tensor, value: Tensor, problem: Problem,
+    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *, query_tile: int = QUERY_TILE,
     key_tile: int = KEY_TILE,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1: attention output and logsumexp, one tile of scores at a time.
 
     Args:
@@ -90,37 +84,16 @@ def tiled_forward(
 
 @torch.no_grad()
 def tiled_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    /,
-    *,
-    query_tile: int = QUERY_TILE,
-    key_tile: int = KEY_TILE,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
+    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: gradients of query, key and value, with P recomputed from the logsumexp.
 
     The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
 
-    Args:
-        query: (B, H, N_q, D), as in :func:`tiled_forward`, as are key, value, problem and
-            mask_and_bias.
-        key: (B, G, N_k, D).
-        value: (B, G, N_k, E).
-        out: (B, H, N_q, E), what :func:`tiled_forward` returned.
-        lse: (B, H, N_q), what :func:`tiled_forward` returned.
-        grad_out: (B, H, N_q, E), dO.
-        grad_lse: (B, H, N_q), dL, or None for zero.
-        problem: the same as in the forward pass.
-        mask_and_bias: the same as in the forward pass.
-        query_tile: queries in a tile.
-        key_tile: keys in a tile.
+    Takes the arguments of :func:`tiled_forward`, its results ``out`` and ``lse``, and their
+    gradients, of which that of the logsumexp may be None for zero.
 
     Returns:
         dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
@@ -147,20 +120,10 @@ def tiled_backward(
 
 @torch.no_grad()
 def tiled_bias_backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    problem: Problem,
-    mask_and_bias: MaskAndBias,
-    /,
-    *,
-    query_tile: int = QUERY_TILE,
-    key_tile: int = KEY_TILE,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, problem: Problem, mask_and_bias: MaskAndBias, /, *,
+    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
+) -> Tensor:  # fmt: skip
     """Gradient of ``mask_and_bias.bias``: dS, summed over the dimensions that share a bias.
 
     Takes the arguments of :func:`tiled_backward`.
@@ -182,14 +145,9 @@ def tiled_bias_backward(
 
 
 def _gradients_of_scores(
-    score_tiles: ScoreTiles,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    sizes: tuple[int, int],
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
+    score_tiles: ScoreTiles, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
+    grad_lse: Tensor | None, sizes: tuple[int, int],
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:  # fmt: skip
     """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile.
 
     ``sizes``: queries and keys of a tile.
