@@ -493,6 +493,21 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
         ring_attention(**given)
 
 
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"softmax_scale": 0.5}, r"got softmax_scale, a name of flash-attn\. Use scale=0\.5"),
+        ({"tiling": None}, "context_parallel must be called by its own .* but got tiling"),
+    ],
+)
+def test_unknown_keywords(keywords: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 2, 8, 16)
+    for function in (ring_attention, context_parallel.largest_scores):
+        inputs = (x,) * (2 if function is context_parallel.largest_scores else 3)
+        with pytest.raises(TypeError, match=message):
+            function(*inputs, **keywords)
+
+
 def test_mistakes_with_tokens() -> None:
     with pytest.raises(TypeError, match="group must be a process group, a mesh of one dimension"):
         shard_tokens(torch.zeros(1, 8), "context")

@@ -535,11 +535,6 @@ def _has_memory(x: Tensor) -> bool:
     return True
 
 
-def _any_dual(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have tangents, which kernels would silently drop."""
-    return any(_unpack(x)[1] is not None for x in tensors)
-
-
 def _differentiable(
     operator: Callable[..., Any],
     apply: Callable[..., Any],
@@ -548,7 +543,7 @@ def _differentiable(
 ) -> Callable[..., Any]:
     def kernel(*arguments: Any) -> Any:
         tensors = [x for x in arguments[:n_tensors] if x is not None]
-        if _any_dual(tensors):
+        if any(_unpack(x)[1] is not None for x in tensors):  # which kernels would silently drop
             return of_duals(arguments[:n_tensors], arguments[n_tensors:])
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             with enable_single_level_autograd_function():

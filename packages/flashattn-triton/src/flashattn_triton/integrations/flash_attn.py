@@ -184,7 +184,7 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Re
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of (B, N_q, H, D) and (B, N_k, 2, G, D) keys and values.
+    """:func:`flash_attn_func` of (B, N_q, H, D) queries and (B, N_k, 2, G, D) keys and values.
 
     The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
     """
@@ -208,7 +208,7 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of (T_q, H, D) and (T_k, 2, G, D) keys and values.
+    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and (T_k, 2, G, D) keys and values.
 
     The other arguments are those of ``flash_attn_varlen_func`` behind ``v``, in its order or by
     name.
