@@ -194,7 +194,7 @@ def flash_attention(
     n_queries = first if rows == 1 else second
     n_keys = key.shape[rows] if key.dim() == 4 else n_queries
     if layout is None and not torch.compiler.is_compiling() and first > second:
-        warn_of_layout(layout, query, key, stacklevel=2)
+        warn_of_layout(query, key, stacklevel=2)
     if n_queries != n_keys and (causal or window is not None):
         key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)

@@ -45,10 +45,8 @@ def warn_of_alignment(n_queries: int, n_keys: int, stacklevel: int) -> None:
         )
 
 
-def warn_of_layout(layout: str | None, query: Tensor, key: Tensor, stacklevel: int) -> None:
-    """Warns if no layout is given and (B, H, N, D) tensors look like (B, N, H, D)."""
-    if layout is not None or torch.compiler.is_compiling():
-        return
+def warn_of_layout(query: Tensor, key: Tensor, stacklevel: int) -> None:
+    """Warns if (B, H, N, D) tensors, whose layout is not given, look like (B, N, H, D)."""
     if query.shape[1] > query.shape[2] and key.dim() == 4 and key.shape[1] > key.shape[2]:
         warn_once(
             "layout",
