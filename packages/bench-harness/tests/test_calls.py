@@ -56,7 +56,7 @@ def test_text_and_table_are_the_same_variant(text: str, table: dict[str, object]
 def test_a_class_that_is_named_itself_has_its_own_defaults(name: str) -> None:
     """A short name may have another default; where, the registry says so."""
     known = constructors.WRAPPERS[name]
-    here = {key: each.default for key, each in constructors.signature(name).items()}
+    here = {key: each.default for key, each in constructors.signatures()[name].items()}
     own = {
         key: each.default
         for key, each in inspect.signature(

@@ -26,7 +26,6 @@ JsonValue: TypeAlias = Any
 #: One line of results: a flat mapping, except for raw samples, which stay lists.
 Row: TypeAlias = dict[str, JsonValue]
 
-
 #: Relative difference below which two times count as the same, and beyond which a gate closes.
 TOLERANCE = 0.05
 

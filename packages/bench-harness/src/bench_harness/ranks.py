@@ -192,15 +192,11 @@ def launch_each(
                 pipes.append(ours)
             start = time.monotonic()  # a fork server may have imported torch before
             launched = _Launched(processes, pipes, start, timeout_s, Path(name))
-            return launched.outcomes(end_together, progress or _silent)
+            return launched.outcomes(end_together, progress or (lambda text: None))
         finally:  # nothing is left to do, unless the launch itself was ended
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def _silent(text: str) -> None:
-    """Shows nothing."""
 
 
 # ---- launcher ------------------------------------------------------------------------------------
@@ -366,11 +362,7 @@ def _rank_main(
     folder: Path,
     reports_progress: bool,
 ) -> None:
-    """Runs a rank: the process group, the function, and an orderly end.
-
-    Args:
-        timeout_s: of the process group.
-    """
+    """Runs a rank: the process group, the function, and an orderly end."""
     for other in inherited:
         other.close()
     # As torchrun sets them, for code that asks.
@@ -441,12 +433,9 @@ def _device(rank: int, world_size: int, backend: str) -> Any:
 
 
 def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> None:
-    """Waits until the launcher closes the pipe; ends a rank that has not reported by then.
-
-    That is when the launcher is gone, so the rank also removes the launcher's folder.
-    """
+    """Waits until the launcher closes the pipe; ends a rank that has not reported by then."""
     with suppress(EOFError, OSError):
         pipe.recv()
-    if not done.is_set():
+    if not done.is_set():  # the launcher is gone, so this rank removes its folder
         shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
