@@ -94,7 +94,7 @@ def context_parallel_attention(
 
     Raises:
         ValueError: an argument is not what is described above, or differs between ranks.
-        TypeError: not a tensor, or not a group.
+        TypeError: not a tensor, not a group, or an unknown keyword.
         RankLostError: a rank is lost, or does not come.
     """
     return _attention("auto", query, key, value, group, **keywords)
