@@ -279,17 +279,17 @@ def explain(
     check_tensors(query=query, key=key, value=value)
     options: dict[str, Any] = dict(keywords)
     given = {name: options.pop(name, None) for name in NAMES}
-    layout, documents = options.pop("layout", None), options.pop("document_ids", None)
-    options.pop("max_documents", None)
-    options.pop("key_lengths", None)
+    layout, documents, *_ = (
+        options.pop(name, None)
+        for name in ("layout", "document_ids", "max_documents", "key_lengths")
+    )
     check_layout(layout)
+    layout = layout or "bhsd"
     leading, batch = query.shape[:-3], in_one_batch(query, key, value)
     mask, bias = given["mask"], given["bias"]
     if mask is not None:
-        given["mask"], given["bias"], *_ = with_mask(
-            mask, bias, query, key, value, layout or "bhsd"
-        )
-    query, key, value = (heads_first(x, layout or "bhsd") for x in batch)
+        given["mask"], given["bias"], *_ = with_mask(mask, bias, query, key, value, layout)
+    query, key, value = (heads_first(x, layout) for x in batch)
     lengths = (query.shape[2], key.shape[2])
     mask_and_bias = resolve_mask_and_bias(
         tuple(given.values()), leading, query.shape[1], lengths, query.device

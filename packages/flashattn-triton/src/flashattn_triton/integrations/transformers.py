@@ -119,21 +119,20 @@ def register(
         AttentionMaskInterface.register(name, mask)
     model_checks.install(modeling_utils.PreTrainedModel, (NAME, ALIAS))
     recognise = modeling_utils.is_flash_attention_requested
-    if not hasattr(recognise, "leaves_out"):
-        modeling_utils.is_flash_attention_requested = _leaving_out(NAME, recognise)
+    if hasattr(recognise, "leaves_out"):
+        return
 
-
-def _leaving_out(name: str, recognise: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(recognise)
     def recognise_others(
         config: Any = None, requested_attention_implementation: str | None = None, **keywords: Any
     ) -> bool:
-        if requested_attention_implementation == name:
+        if requested_attention_implementation == NAME:
             return False
-        return recognise(config, requested_attention_implementation, **keywords)
+        found: bool = recognise(config, requested_attention_implementation, **keywords)
+        return found
 
-    recognise_others.leaves_out = name  # type: ignore[attr-defined]
-    return recognise_others
+    recognise_others.leaves_out = NAME  # type: ignore[attr-defined]
+    modeling_utils.is_flash_attention_requested = recognise_others
 
 
 def attention_forward(
