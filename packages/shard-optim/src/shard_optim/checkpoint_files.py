@@ -100,7 +100,7 @@ def write_folder(
     rank: int,
     gather: Callable[[str, Any], list[Any]],
 ) -> None:
-    """Writes a new checkpoint. Collective; the folder becomes one at the very end.
+    """Writes a new checkpoint; the folder becomes one at the very end. Collective.
 
     Args:
         folder: the same on every rank. It must not hold a checkpoint.
@@ -108,9 +108,6 @@ def write_folder(
         values: what ``encode`` accepts, by key. The first rank that gives a key counts.
         rank: of this process among those that write.
         gather: given words for errors and a value, returns every rank's.
-
-    Raises:
-        CollectiveError: on every rank, if one of them failed.
     """
     words = "saving a checkpoint"
 

@@ -58,16 +58,12 @@ class OptimizerState:
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """This rank's moments; the header and its small values by ``state.I.values``."""
         tensors, values = self._split(self._shards.states(), whole=False)
-        rows = {
-            key: Row(place=self.place_of(key, tensor.size()), tensor=tensor)
-            for key, tensor in tensors.items()
-        }
+        rows = {k: Row(place=self.place_of(k, t.size()), tensor=t) for k, t in tensors.items()}
         return rows, values | {"header": self.header()}
 
     def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Moments, header and small values of a state dict, by key; ValueError if it is none."""
-        check_state_dict(given)
-        tensors, values = self._split(by_number(given), whole=True)
+        tensors, values = self._split(_states_in(given), whole=True)
         groups = [dict(group) for group in given["param_groups"]]
         known = {key for group in groups for key in group["params"]}
         values |= {f"parameter {key}": None for key in given["state"] if key not in known}
@@ -75,8 +71,7 @@ class OptimizerState:
 
     def check_part(self, given: Any) -> None:
         """Raises ValueError for a state dict whose moments do not fit this rank's parts."""
-        check_state_dict(given)
-        self._split(by_number(given), whole=False)
+        self._split(_states_in(given), whole=False)
 
     def _split(
         self, states: Mapping[int, Mapping[str, Any]], *, whole: bool
@@ -143,13 +138,14 @@ class OptimizerState:
         for key, value in (*tensors.items(), *values.items()):
             if key == "header" or value == {}:
                 continue
-            match, moment = _KEY.fullmatch(key), isinstance(value, StoredTensor)
+            match = _KEY.fullmatch(key)
+            form: Any = StoredTensor if match and match[2] else Mapping
             place = self._places.get(int(match[1])) if match else None
-            if not match or place is None or moment == (match[2] is None):
+            if not match or place is None or not isinstance(value, form):
                 yield f"it has state of {key}, which is frozen or in none of its groups"
                 return
             index, kind, name = int(match[1]), match[2], match[3]
-            kept[index] |= ({name} if moment else set(value)) - {MASTER}
+            kept[index] |= ({name} if name else set(value)) - {MASTER}
             # Folders without contents.json give moments as vectors.
             if (kind == "elements" and math.prod(value.shape) != place.size.numel()) or (
                 kind == "tensor" and place.held and not place.whole_here
@@ -192,8 +188,8 @@ class OptimizerState:
             group.update(settings_of(new))
 
 
-def check_state_dict(given: Any) -> None:
-    """Raises ValueError for what is no state dict of a ``torch.optim.Optimizer``."""
+def _states_in(given: Any) -> dict[int, Mapping[str, Any]]:
+    """State by parameter number; ValueError for what is no ``torch.optim.Optimizer``'s."""
     held = given if isinstance(given, Mapping) else {}
     groups, states = held.get("param_groups"), held.get("state")
     if not (
@@ -206,3 +202,4 @@ def check_state_dict(given: Any) -> None:
             f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
             "state and param_groups as torch.optim.Optimizer.state_dict() returns them"
         )
+    return by_number(given)

@@ -215,7 +215,6 @@ def load_full_state(
     own = attempt(lambda: table.describe(state)) if ranks.first else None
     [(kinds, values)] = outcomes(words, [ranks.broadcast_json(words, own)])
     tensors = {key: StoredTensor(*kind) for key, kind in kinds.items()}
-
     compare = partial(table.compare, tensors, values, "a full state dict")
     on_every_rank(words, compare, ranks.gather)
     for key, place in table.places.items():
@@ -250,8 +249,8 @@ class _Table:
         if optimizer is None:
             return
         known = None if model is None else {id(param) for param in model.parameters()}
-        foreign = [p for p in all_params(optimizer.param_groups) if known and id(p) not in known]
-        if foreign:
+        params = all_params(optimizer.param_groups)
+        if known is not None and (foreign := [p for p in params if id(p) not in known]):
             raise ValueError(
                 "optimizer must hold parameters of the sharded model only, but got "
                 f"{len(foreign)} others. Make it from the wrapper's parameters()."
@@ -259,14 +258,6 @@ class _Table:
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
         self.parts["optimizer"] = OptimizerState(optimizer)
-
-    def _places(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
-        """Where each tensor of a description lies that belongs to these parts."""
-        return {
-            key: part.place_of(key, tensor.shape)
-            for key, tensor in tensors.items()
-            if (part := self.parts.get(_part_of(key))) is not None
-        }
 
     @cached_property
     def own(self) -> tuple[dict[str, Row], dict[str, Any]]:
@@ -296,9 +287,10 @@ class _Table:
 
         def add_parts() -> None:
             ranks, (rows, _) = self.ranks.shards, self.own
-            for key, place in self._places(kinds).items() if self.ranks.first_replica else ():
+            for key, kind in kinds.items() if self.ranks.first_replica else ():
+                place = self.parts[_part_of(key)].place_of(key, kind.shape)
                 numel, (first, count) = place.size.numel(), place.span
-                whole = torch.zeros(numel, dtype=kinds[key].dtype, device=ranks.device)
+                whole = torch.zeros(numel, dtype=kind.dtype, device=ranks.device)
                 if key in rows:
                     whole[first : first + count] = rows[key].flat
                 # The bytes of the ranks' parts, each of which is zero elsewhere.
@@ -332,13 +324,10 @@ class _Table:
     def compare(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any], what: str
     ) -> None:
-        """Finds the places of what is described, which must be of this model and optimizer.
+        """Finds the place of each tensor of a description; ValueError if it is of other parts.
 
         Args:
             what: the thing described, for errors.
-
-        Raises:
-            ValueError: if it is of others.
         """
         held = {_part_of(key) for key in (*tensors, *values)}
         for name, other in ("model", "optimizer"), ("optimizer", "model"):
@@ -352,7 +341,8 @@ class _Table:
             own = {key: tensor for key, tensor in tensors.items() if _part_of(key) == name}
             for problem in part.problems(own, values):
                 raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-        self.places, self._values = self._places(tensors), values
+            self.places |= {key: part.place_of(key, own[key].shape) for key in own}
+        self._values = values
 
     @torch.no_grad()
     def install(self) -> None:

@@ -33,8 +33,7 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
     """Hooks the state dicts of a module and of every module in it that holds sharded parameters.
 
     Args:
-        root: whose parameters have been sharded.
-        ranks: that train it.
+        root: whose parameters have been sharded over ``ranks``.
         moment: gives the number of forwards that have begun, the same on every rank.
     """
 
