@@ -163,17 +163,17 @@ def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, li
         because ranks exchange this.
     """
     plan: dict[str, list[Any]] = {}
-    name = f"__{rank}_0.distcp"
+    name, container = f"__{rank}_0.distcp", io.BytesIO()
     with (folder / name).open("wb") as file:
         for key, row in rows.items():
             plan[key] = [*row.described]
             if row.place.span[1]:
-                container = io.BytesIO()
+                container.seek(0)
                 # A copy, because torch.save would write everything that shares its memory.
                 torch.save(row.flat.to("cpu", copy=True).contiguous(), container)
-                data = container.getbuffer()
-                plan[key] += [name, file.tell(), len(data), zlib.crc32(data)]
-                file.write(data)
+                with container.getbuffer()[: container.tell()] as data:
+                    plan[key] += [name, file.tell(), len(data), zlib.crc32(data)]
+                    file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return plan
@@ -370,12 +370,8 @@ class _Made:
     Each name in a pickle becomes a subclass of this one, so that unpickling can only make these.
     """
 
-    args: tuple[Any, ...]
-
-    def __new__(cls, *args: Any) -> Any:
-        made = super().__new__(cls)
-        made.args = args
-        return made
+    def __init__(self, *args: Any) -> None:
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state if isinstance(state, dict) else {"state": state})

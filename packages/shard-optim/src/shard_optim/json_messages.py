@@ -28,7 +28,8 @@ def encode(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
-        data = base64.b64encode(tensor_bytes(value.detach().cpu().contiguous())).decode()
+        held = value.detach().cpu().contiguous()
+        data = base64.b64encode(ctypes.string_at(held.data_ptr(), held.nbytes)).decode()
         return {"tensor": data, "dtype": encode(value.dtype), "shape": list(value.shape)}
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
@@ -66,8 +67,3 @@ def decode(value: Any) -> Any:
     if "dict" in value:
         return {decode(k): decode(v) for k, v in value["dict"]}
     return tuple(decode(value["tuple"])) if "tuple" in value else torch.Size(value["Size"])
-
-
-def tensor_bytes(values: Tensor) -> bytes:
-    """The memory of a contiguous tensor on the CPU, copied."""
-    return ctypes.string_at(values.data_ptr(), values.nbytes)

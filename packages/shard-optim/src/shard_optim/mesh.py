@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, all_gather_json, broadcast, name_ranks, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.json_messages import decode, encode, tensor_bytes
+from shard_optim.json_messages import decode, encode
 
 
 class Mesh:
@@ -86,10 +86,12 @@ class Mesh:
         text = bytearray(json.dumps(value if self.first else None).encode())
         size = torch.tensor([len(text)], device=self.shards.device)
         self.broadcast(what, size)
-        padded = torch.frombuffer(text.ljust(int(size)), dtype=torch.uint8)
-        data = padded[: int(size)].to(self.shards.device)
-        self.broadcast(what, data)
-        return json.loads(tensor_bytes(data.cpu()))
+        text = text.ljust(int(size))[: int(size)]  # memory that both torch and Python can use
+        values = torch.frombuffer(text, dtype=torch.uint8)
+        sent = values.to(self.shards.device)
+        self.broadcast(what, sent)
+        values.copy_(sent)
+        return json.loads(text)
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's JSON value, in the order of ``everyone``; tuples have become lists."""

@@ -306,11 +306,10 @@ class _Table:
         """A whole state as a folder would hold it: dtypes and sizes by key, and values by key."""
         values: dict[str, Any] = {}
         try:
-            if not isinstance(state, Mapping):
-                raise ValueError(f"got {type(state).__name__}")
+            if not isinstance(state, Mapping) or not self.parts.keys() <= state.keys():
+                held = [*state][:8] if isinstance(state, Mapping) else type(state).__name__
+                raise ValueError(f"it must hold {[*self.parts]}, but got {held}")
             for name, part in self.parts.items():
-                if name not in state:
-                    raise ValueError(f"it holds no {name!r}, only {sorted(map(str, state))[:8]}")
                 found, small = part.take_apart(state[name])
                 self.given |= found
                 values |= small
