@@ -263,7 +263,7 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
         saved = content["saved"] if old else ()
     except Exception as error:  # damaged instructions can make anything of a pickle's stack
         raise _damaged(path, error) from error
-    values |= {key: _saved_value(folder, key, *tensors.pop(key).parts) for key in saved}
+    values |= {key: _saved_value(folder, key, tensors.pop(key)) for key in saved}
     return tensors, values, hashlib.sha256(data + metadata).hexdigest()
 
 
@@ -417,13 +417,14 @@ def _translated(metadata: bytearray, crc_of: Mapping[str, int]) -> dict[str, Any
         end = math.prod(shape)
         for part in reversed(parts):
             part["count"], end = end - part["first"], part["first"]
-        parts = [part for part in parts if part["count"]]
+        parts = [part for part in parts if part["count"] or key in saved]
         tensors[key] = {"dtype": dtype, "shape": shape, "parts": parts}
     return {"tensors": tensors, "values": {}, "saved": saved}
 
 
-def _saved_value(folder: Path, key: str, part: Part) -> Any:
+def _saved_value(folder: Path, key: str, item: StoredTensor) -> Any:
     """What ``torch.save`` wrote: numbers, strings, containers and small tensors."""
+    part = item.parts[0]
     saved = io.BytesIO(_read_part(folder, key, part))
     try:
         if any(entry.compress_type for entry in zipfile.ZipFile(saved).infolist()):

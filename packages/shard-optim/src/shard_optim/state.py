@@ -139,20 +139,20 @@ def load(
 
     Raises:
         TypeError, CollectiveError: as ``save`` does.
-        FileNotFoundError: if the folder holds no complete checkpoint, or lacks a rank's file.
+        FileNotFoundError: if the folder holds no complete checkpoint, or lacks a needed file.
         ValueError: on every rank, if a file is damaged, the checkpoint is of another model or
             optimizer, or ranks load different ones. Nothing has changed then.
     """
     check_folder(folder)
     table, path = _Table(model, optimizer), Path(folder)
+    loaded: dict[str, Tensor] = {}
 
     def read() -> str:
         tensors, values, identity = read_description(path)
         table.compare(tensors, values, "a checkpoint")
         for key, place in table.places.items():
             if place.held:
-                elements = read_elements(path, key, tensors[key], *place.span)
-                table.loaded[key] = place.shaped(elements)
+                loaded[key] = read_elements(path, key, tensors[key], *place.span)
         return identity
 
     identities = on_every_rank("loading a checkpoint", read, table.ranks.gather)
@@ -162,6 +162,8 @@ def load(
                 f"every rank must load the same checkpoint, but rank {rank} has read another one "
                 f"than rank 0. Pass the same folder on every rank, here {folder}."
             )
+    for key in [*loaded]:
+        table.take(key, loaded.pop(key))
     table.install()
 
 
@@ -223,9 +225,8 @@ def load_full_state(
         if ranks.first:
             whole.copy_(flat_slice(table.given[key], place.size, place.stride, 0, numel))
         ranks.broadcast(f"distributing {key}", whole)
-        if place.held:
-            part = whole[first : first + count].to("cpu", copy=True)
-            table.loaded[key] = place.shaped(part)
+        table.take(key, whole[first : first + count])
+        del whole  # before the next one takes memory
     table.install()
 
 
@@ -241,7 +242,7 @@ class _Table:
         self.parts: dict[str, _ModelState | OptimizerState] = {}
         self.given: dict[str, Tensor] = {}  # whole tensors on the first rank, by key
         self.places: dict[str, Place] = {}  # of what is loaded, by key
-        self.loaded: dict[str, Tensor] = {}  # this rank's part of it
+        self._moments: dict[str, Tensor] = {}  # this rank's part of them
         if model is not None:
             wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
             module: Any = model.module if wrapped else model  # whose names count
@@ -344,14 +345,23 @@ class _Table:
         self._values = values
 
     @torch.no_grad()
+    def take(self, key: str, elements: Tensor) -> None:
+        """Copies what was loaded, and has been compared, into the model; moments wait."""
+        part, place = self.parts[_part_of(key)], self.places[key]
+        if isinstance(part, _ModelState):
+            part.by_key[key].tensor.copy_(place.shaped(elements))
+        elif place.held:
+            whole = elements.untyped_storage().nbytes() > elements.nbytes  # is not kept
+            self._moments[key] = place.shaped(elements).to("cpu", copy=whole)
+
     def install(self) -> None:
-        """Makes what was loaded, which has been compared, this rank's state."""
-        for part in self.parts.values():
-            part.install(self.loaded, self._values)
+        """Makes the moments and small values that were loaded this rank's: the end of a load."""
+        if isinstance(optimizer := self.parts.get("optimizer"), OptimizerState):
+            optimizer.install(self._moments, self._values)
 
 
 class _ModelState:
-    """The rows of a module: its parameters and persistent buffers, each once."""
+    """The rows of a module: its parameters and persistent buffers, each once, ``by_key``."""
 
     def __init__(self, module: nn.Module) -> None:
         # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
@@ -359,20 +369,20 @@ class _ModelState:
         self._named = {name.removeprefix("whole."): value for name, value in found.items()}
         tensors = {f"model.{name}": param for name, param in module.named_parameters()}
         buffers = {name: buffer for name, buffer in module.named_buffers() if name in self._named}
-        self._rows: dict[str, Row] = {}
+        self.by_key: dict[str, Row] = {}
         for key, tensor in (tensors | {f"buffer.{name}": b for name, b in buffers.items()}).items():
             known = sharded_of(tensor)
             place = replicated_place(key, tensor) if known is None else known.place
-            self._rows[key] = Row(place=place, tensor=tensor)
-        self._key_of = {id(row.tensor): key for key, row in self._rows.items()}
+            self.by_key[key] = Row(place=place, tensor=tensor)
+        self._key_of = {id(row.tensor): key for key, row in self.by_key.items()}
 
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """The rows, and no small values."""
-        return self._rows, {}
+        return self.by_key, {}
 
     def place_of(self, key: str, _size: Sequence[int]) -> Place:
         """Where a tensor lies, by its key."""
-        return self._rows[key].place
+        return self.by_key[key].place
 
     def whole(self, tensors: Mapping[str, Tensor], _values: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict: every tensor under all its names, and values that are no tensors."""
@@ -391,7 +401,7 @@ class _ModelState:
                 continue  # no tensor, such as a module's extra state
             if not isinstance(value, Tensor) or value.is_meta:
                 raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-            tensors[key] = value.to(self._rows[key].tensor.dtype)  # as load_state_dict() does
+            tensors[key] = value.to(self.by_key[key].tensor.dtype)  # as load_state_dict() does
         return tensors, {}
 
     def problems(
@@ -399,9 +409,9 @@ class _ModelState:
     ) -> Iterator[str]:
         """Reasons why these are not exactly the module's tensors, in its sizes and dtypes."""
         for key in tensors:
-            if key not in self._rows:
+            if key not in self.by_key:
                 yield f"it holds {key}, which this one does not"
-        for key, row in self._rows.items():
+        for key, row in self.by_key.items():
             if key not in tensors:
                 yield f"it must hold {key}, but {key} is missing"
             stored, size = tensors[key], row.place.size
@@ -410,11 +420,6 @@ class _ModelState:
                 yield f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
             if stored.dtype != row.tensor.dtype:
                 yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
-
-    def install(self, held: Mapping[str, Tensor], _values: Mapping[str, Any]) -> None:
-        """Copies this rank's elements, by key, into the module."""
-        for key, row in self._rows.items():
-            row.tensor.copy_(held[key])
 
 
 def _part_of(key: str) -> str:
