@@ -4,9 +4,11 @@ import atexit
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Before torch and NumPy read them. The products of the interpreter and of the simulator are small:
@@ -17,6 +19,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hundreds of processes of the tests import the same modules.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Tests of GPUs are asked for, by marker or file. The others are those of a machine without any, and
+# share its cores; processes that run them inherit this.
+if "PYTEST_XDIST_WORKER" not in os.environ and not any("gpu" in word for word in sys.argv[1:]):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
@@ -38,7 +45,8 @@ with contextlib.suppress(ImportError):  # a machine with GPUs may lack it
     hypothesis.settings.register_profile("workspace", deadline=None)
     hypothesis.settings.load_profile("workspace")
 
-MOST_PROCESSES = 4  # each needs 1 GB of memory and more, and starts ranks of its own
+MOST_PROCESSES = 12
+BYTES_PER_PROCESS = 2 * 2**30  # with the ranks that it starts
 LONGEST = "test_wheels.py"  # of the files: minutes, in which environments are made
 
 
@@ -58,7 +66,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     files = MOST_PROCESSES if any(path.is_dir() for path in paths) else len(paths)
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    processes = min(cores + 1, files, MOST_PROCESSES)
+    fitting = psutil.virtual_memory().total // BYTES_PER_PROCESS
+    processes = min(cores + 1, files, fitting, MOST_PROCESSES)
     return processes if processes > 1 else 0
 
 
@@ -71,7 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
             slow_files.add(item.path)
         if item.get_closest_marker("gpu") and devices < 1:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device, and scripts/gpu_tests.sh")
+            )
         if item.get_closest_marker("multi_gpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
     # A long file that begins last would leave the other processes without work.

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from activation_memory import activation_memory
 from train_settings import Settings, recomputation, uses_gpus
 
 from basics_model import ModelConfig, TransformerLM
 from basics_model.sizes import model_flops
-from bench_harness.activations import activation_memory
 from shard_optim.accounting import Stage, fully_sharded_buffers, rank_memory
 
 GIB = 2**30

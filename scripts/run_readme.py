@@ -85,7 +85,6 @@ def run(page: Path, python: Path, *, extra: str | None = None, timeout: float = 
     """Runs the blocks of a page in a new folder and returns how many there were to run.
 
     Args:
-        page: the Markdown file.
         python: the interpreter of the environment; programs beside it are found first.
         extra: runs the blocks that need this extra of the package, and no others.
         timeout: seconds for each block.

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tools.pages.variant_names import names, short_names
+from tools.pages.fill import names, short_names
 
 ROWS = Path(__file__).resolve().parents[1] / "docs" / "results"
 

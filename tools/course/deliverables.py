@@ -32,9 +32,7 @@ def table() -> str:
         lines.append("| problem | asked for | answer | command | rows |")
         lines.append("| --- | --- | --- | --- | --- |")
         lines += [_line(part) for part in chosen]
-    lines.append("\n" + _MISSING)
-    lines.append("| problem | command |")
-    lines.append("| --- | --- |")
+    lines += ["\n" + _MISSING, "| problem | command |", "| --- | --- |"]
     for missing, group in groupby((p for p in every if p.missing), key=lambda part: part.missing):
         names = ", ".join(dict.fromkeys(_name(part) for part in group))
         command, bracket, what = missing.partition(" (")

@@ -32,10 +32,7 @@ img { max-width: 100%; }
 
 
 def write(edition: int, folder: Path, *, pdf: bool = True) -> list[Path]:
-    """Writes ``answers-EDITION.html`` and ``answers-EDITION.pdf``.
-
-    Returns:
-        The files written.
+    """Writes ``answers-EDITION.html`` and ``answers-EDITION.pdf``, and returns their paths.
 
     Raises:
         ValueError: the group docs is not installed.

@@ -20,9 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench_harness.training.proof import apart
+
 #: Seconds by which the last rank is late, longer than a reduction of these sizes takes.
 _LATE_S = 0.4
 _CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+#: Of attention, whose adapters may compute in less than fp32.
+_NEAR: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
 
 
 class Absent(Exception):  # noqa: N818 - not an error of the adapters
@@ -83,7 +87,7 @@ def attention(
     if found.shape != expected.shape:
         shapes_told = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
         return f"The output of {what} has shape {shapes_told}."
-    if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2):
+    if not torch.allclose(found, expected, **_NEAR):
         return _why_output(found, inputs, causal=causal, what=what)
     saved = [t for t in found.grad_fn.saved_tensors if t.shape == inputs[0].shape[:-1]]
     if len(saved) != 1:
@@ -91,8 +95,8 @@ def attention(
             f"{what} saves {len(saved)} tensors of shape {tuple(inputs[0].shape[:-1])}. Save one, "
             "the logsumexp of each query's scores."
         )
-    if not torch.allclose(saved[0].float(), logsumexp, rtol=1e-2, atol=1e-2):
-        if torch.allclose(saved[0].float() * math.log(2), logsumexp, rtol=1e-2, atol=1e-2):
+    if not torch.allclose(saved[0].float(), logsumexp, **_NEAR):
+        if torch.allclose(saved[0].float() * math.log(2), logsumexp, **_NEAR):
             return f"The logsumexp that {what} saves is in base 2. Save the natural logarithm."
         return f"The tensor that {what} saves is not the logsumexp of the scaled scores."
     weight = torch.randn_like(expected)
@@ -102,7 +106,7 @@ def attention(
     except Exception as error:  # noqa: BLE001
         return _raised(f"Backward of {what}", error)
     for name, mine, theirs in zip(("dQ", "dK", "dV"), wanted, gradients, strict=True):
-        if theirs is None or not torch.allclose(theirs, mine, rtol=1e-2, atol=1e-2):
+        if theirs is None or not torch.allclose(theirs, mine, **_NEAR):
             return f"{name} of {what} is wrong, while its forward is right." + _why_gradient(
                 mine, theirs, inputs[0].shape[-1]
             )
@@ -115,10 +119,10 @@ def _raised(what: str, error: Exception) -> str:
 
 
 def _why_output(found: Tensor, inputs: list[Tensor], *, causal: bool, what: str) -> str:
-    if causal and torch.allclose(found, _attention(*inputs, causal=False)[0], rtol=1e-2, atol=1e-2):
+    if causal and torch.allclose(found, _attention(*inputs, causal=False)[0], **_NEAR):
         return f"{what} ignores is_causal: its output is that without a mask."
     unscaled = _attention(inputs[0] * math.sqrt(inputs[0].shape[-1]), *inputs[1:], causal=causal)[0]
-    if torch.allclose(found, unscaled, rtol=1e-2, atol=1e-2):
+    if torch.allclose(found, unscaled, **_NEAR):
         return f"{what} does not divide the scores by the square root of the head dimension."
     if not bool(found.isfinite().all()):
         return (
@@ -132,7 +136,7 @@ def _why_gradient(wanted: Tensor, found: Tensor | None, width: int) -> str:
         return " Backward returns None for it."
     scale = math.sqrt(width)
     for factor, why in ((scale, "misses"), (1 / scale, "has twice")):
-        if torch.allclose(found, wanted * factor, rtol=1e-2, atol=1e-2):
+        if torch.allclose(found, wanted * factor, **_NEAR):
             return f" It {why} the factor 1/sqrt(head dimension)."
     return " Check D = rowsum(O * dO) and the mask in the recomputed probabilities."
 
@@ -185,30 +189,21 @@ def data_parallel(
         bucket_size_mb: of the bucketed wrapper; "single" for the one of single parameters.
         late: the last rank begins its backward later than the others.
     """
-    before: Callable[..., Any] | None = None
-    arguments: tuple[Any, ...] = ()
-    if bucket_size_mb == "single":
-        wrap = _adapter(adapters, "get_ddp_individual_parameters", "get_ddp")
-        after = _adapter(
-            adapters, "ddp_individual_parameters_on_after_backward", "ddp_on_after_backward"
-        )
-    else:
-        wrap = _adapter(adapters, "get_ddp_bucketed")
-        after = _adapter(adapters, "ddp_bucketed_on_after_backward")
-        before = getattr(adapters, "ddp_bucketed_on_train_batch_start", None)
-        arguments = (bucket_size_mb,)
+    single = bucket_size_mb == "single"
+    kinds = ("ddp_individual_parameters", "ddp") if single else ("ddp_bucketed",)
+    wrap = _adapter(adapters, *(f"get_{kind}" for kind in kinds))
+    after = _adapter(adapters, *(f"{kind}_on_after_backward" for kind in kinds))
+    before = None if single else getattr(adapters, "ddp_bucketed_on_train_batch_start", None)
+    arguments = () if single else (bucket_size_mb,)
     torch.manual_seed(rank)
     model = wrap(_Toy(), *arguments)
     inner = getattr(model, "module", model)
-    for name, parameter in inner.named_parameters():
-        first = parameter.detach().clone()
-        dist.broadcast(first, 0)
-        same = torch.equal(first, parameter)
-        if _agreed(None if same else name):
-            return (
-                f"Ranks begin with different values of {name}. Broadcast rank 0's parameters when "
-                "the model is wrapped."
-            )
+    name = apart({each: p.detach() for each, p in inner.named_parameters()})
+    if name is not None:
+        return (
+            f"Ranks begin with different values of {name}. Broadcast rank 0's parameters when the "
+            "model is wrapped."
+        )
     reference = _Toy()
     reference.load_state_dict(inner.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -234,7 +229,7 @@ def data_parallel(
         plain.step()
     ends = dict(inner.named_parameters())
     for name, parameter in reference.named_parameters():
-        if not torch.allclose(ends[name], parameter, **_CLOSE):
+        if not _equal(ends[name], parameter):
             return f"{name} differs from one process after three steps, with the right gradients."
     if inner.head.weight is not inner.embedding.weight:
         return (
@@ -323,11 +318,11 @@ def sharded_optimizer(
             _loss(owner, step, 0).backward()
             one.step()
         ends = {name: p.detach() for name, p in model.named_parameters()}
-        right = {n for n, p in reference.named_parameters() if torch.allclose(ends[n], p, **_CLOSE)}
-        wrong = _agreed(next((name for name in ends if name not in right), None))
+        wanted = reference.named_parameters()
+        wrong = _agreed(next((n for n, p in wanted if not _equal(ends[n], p)), None))
         if wrong is not None:
             every = _gathered(ends[wrong])
-            if not all(torch.allclose(each, every[0], **_CLOSE) for each in every):
+            if not all(_equal(each, every[0]) for each in every):
                 return (
                     f"Ranks have different values of {wrong} after step {step + 1}. After its own "
                     "update a rank must send its share to the others."
@@ -389,16 +384,12 @@ def fully_sharded(rank: int, world_size: int, adapters: ModuleType) -> str | Non
         plain.step()
         found = gather(model)
         ends = dict(reference.named_parameters())
-        missing = next((name for name in ends if name not in found), None)
-        if missing is not None:
+        if missing := [name for name in ends if name not in found]:
             return (
-                f"fsdp_gather_full_params has no {missing}. Return the names that the module had "
-                "before it was wrapped."
+                f"fsdp_gather_full_params has no {missing[0]}. Return the names that the module "
+                "had before it was wrapped."
             )
-        wrong = next(
-            (n for n, p in ends.items() if not torch.allclose(found[n], p, **_CLOSE)), None
-        )
-        wrong = _agreed(wrong)
+        wrong = _agreed(next((n for n, p in ends.items() if not _equal(found[n], p)), None))
         if wrong is not None:
             moved, wanted = found[wrong] - begin[wrong], ends[wrong] - begin[wrong]
             if torch.allclose(moved, wanted * world_size, **_CLOSE):

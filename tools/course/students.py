@@ -66,7 +66,7 @@ def check(adapters: Path, only: Sequence[str] = ()) -> int:
     """Prints a line for each check and returns 1 if one found something wrong.
 
     Args:
-        adapters: a file like the assignment's tests/adapters.py.
+        adapters: a file as the assignment's tests/adapters.py.
         only: parts of names of checks; all if empty.
     """
     path = adapters.resolve()
@@ -94,9 +94,9 @@ def run(one: Check, path: Path) -> tuple[str, str]:
     for verdict, sentence in told:
         if verdict != "ok":
             return verdict, sentence
-    if len(told) == len(outcomes):
+    failed = next((outcome for outcome in outcomes if not outcome.ok), None)
+    if failed is None:
         return "ok", ""
-    failed = next(outcome for outcome in outcomes if not outcome.ok)
     if failed.killed:
         return "wrong", (
             f"Rank {failed.rank} still waits after {_SECONDS:g} s: a collective is called on one "

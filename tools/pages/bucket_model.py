@@ -19,7 +19,9 @@ import pandas as pd
 
 from bench_harness.core import Column, Row
 from bench_harness.display import row_tables
+from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.experiments.allreduce import COST, Cost, fit, shown, solved, with_interval
+from bench_harness.stats import summarize, with_summary
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,14 +129,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def figure(rows: pd.DataFrame) -> Figure:
-    """Measured overhead over bucket size, with the model.
-
-    Raises:
-        ValueError: there is no sweep of three sizes.
-    """
-    from bench_harness.display.lines import Panel, draw_lines, points
-    from bench_harness.stats import summarize, with_summary
-
+    """Measured overhead over bucket size, with the model."""
     panels = []
     for sweep in sorted(sweeps(with_summary(rows)), key=lambda sweep: sweep.label):
         own, bare = sweep.rows.copy(), summarize(sweep.bare["samples_ms"])

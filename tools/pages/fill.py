@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import posixpath
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jinja2
+import pandas as pd
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tools.pages import bucket_model, loss_curves, recomputation, timelines, versions
 from tools.pages import rows as published
-from tools.pages.variant_names import short_names
 
 from bench_harness import experiments
 from bench_harness.core import Row, Timelines
 from bench_harness.display.cells import is_missing
+from bench_harness.display.plots import png_bytes
+from bench_harness.display.timelines import timelines as checked
 from bench_harness.report.frame import to_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
+from bench_harness.report.write import grid
 
 _BLOCK = re.compile(
     r"(?P<open><!-- bench-harness: (?P<file>[^\s#]+)#(?P<name>[\w-]+) -->\n)"
@@ -36,8 +40,8 @@ _FENCED = re.compile(r"^(?P<fence>```+)[^`\n]*\n.*?^(?P=fence)$", re.DOTALL | re
 _UNESCAPED = str.maketrans(
     {"\ue000": "[", "\ue001": "]", "\ue002": "<br><small>", "\ue003": "</small>"}
 )
+_NAMES = Path(__file__).with_name("variant_names.toml")
 _KEYS = ("show", "text", "value", "figure", "measured", "versions")
-_RECIPES = ("source", "block")
 _SOURCE = ("rows", "experiment", "table", "cases", "fields", "where")
 _SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
 _OWN_TABLES: dict[Any, Callable[[pd.DataFrame], pd.DataFrame]] = {
@@ -79,9 +83,7 @@ class _Recipes:
     Attributes:
         folder: of the file; paths in it are relative to it.
         links_from: folder of the Markdown file, which links to pictures.
-        blocks: by name.
         given: sources by name, as the file has them; each is read when a block shows it.
-        pictures: of the page.
     """
 
     folder: Path
@@ -151,7 +153,7 @@ def _recipes(file: Path, links_from: Path, pictures: dict[Path, Callable[[], byt
         raise ValueError(
             f"{file.name} must be TOML, but got an error: {error}. Correct it."
         ) from None
-    _check_keys(given, _RECIPES, file.name)
+    _check_keys(given, ("source", "block"), file.name)
     return _Recipes(
         folder=file.parent,
         links_from=links_from,
@@ -185,15 +187,10 @@ def _measured(names: Sequence[str], recipes: _Recipes) -> str:
     files: dict[str, dict[str, None]] = {}
     for source in (_named(recipes, name) for name in names):
         for line in published.circumstances(source.rows):
-            files.setdefault(line, {}).update(
-                dict.fromkeys(_link(f, recipes) for f in source.files)
-            )
+            for file in source.files:
+                path = posixpath.relpath(file.as_posix(), recipes.links_from.as_posix())
+                files.setdefault(line, {})[f"[{file.name.partition('.')[0]}]({path})"] = None
     return "\n".join(f"- {line}: {', '.join(links)}" for line, links in files.items())
-
-
-def _link(file: Path, recipes: _Recipes) -> str:
-    path = posixpath.relpath(file.as_posix(), recipes.links_from.as_posix())
-    return f"[{file.name.partition('.')[0]}]({path})"
 
 
 def _source(wanted: Mapping[str, Any], recipes: _Recipes) -> _Source:
@@ -255,8 +252,6 @@ def _table(
 
 def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
     """The rows themselves, as the columns that a source names."""
-    import pandas as pd
-
     frame = pd.json_normalize([{**row.pop("config", {}), **row} for row in map(dict, rows)])
     frame = _where(frame, wanted.get("where", {}))
     columns: dict[str, Any] = {}
@@ -268,8 +263,6 @@ def _fields(rows: list[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
 
 def _shown(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
     """A table as Markdown."""
-    from bench_harness.report.write import grid
-
     _check_keys(wanted, _SHOW, "show")
     frame = _where(_named(recipes, wanted.get("source")).frame, wanted.get("where", {}))
     if frame.empty:
@@ -306,6 +299,27 @@ def _with_interval(
     return frame.assign(**{middle: texts})
 
 
+@functools.cache
+def names() -> Mapping[str, str]:
+    """The one short name of each variant by its label, which says all that the variant sets."""
+    return tomllib.loads(_NAMES.read_text(encoding="utf-8"))
+
+
+def short_names(labels: Sequence[str]) -> list[str]:
+    """The names of a table's variants, as "FSDP kept".
+
+    Raises:
+        ValueError: a label has none.
+    """
+    for label in labels:
+        if label not in names():
+            raise ValueError(
+                f"a variant must have a name in tools/pages/{_NAMES.name}, but got {label!r}. "
+                "Add one of at most 16 characters."
+            )
+    return [names()[label] for label in labels]
+
+
 def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.DataFrame:
     labels = [str(label) for label in _column(frame, name)]
     shown = [
@@ -316,9 +330,6 @@ def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.D
 
 
 def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
-    from bench_harness.display.plots import png_bytes
-    from bench_harness.display.timelines import timelines as checked
-
     _check_keys(wanted, _FIGURE, "figure")
     source = _named(recipes, wanted.get("source"))
     name, file, rows = wanted["name"], wanted["file"], source.rows
@@ -355,23 +366,20 @@ def _picture(wanted: Mapping[str, Any], recipes: _Recipes) -> str:
 
 def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
     """The rows of these variants, by their short names: a picture holds ten bars."""
-    names = dict(zip(labels, short_names(labels), strict=True))
-    missing = names.keys() - {row.get("variant") for row in rows}
+    short = dict(zip(labels, short_names(labels), strict=True))
+    missing = short.keys() - {row.get("variant") for row in rows}
     if missing:
         raise ValueError(
             f"variants of a figure must be in its rows, but got {', '.join(sorted(missing))}. "
             "Correct them."
         )
     return [
-        {**row, "variant": names[row["variant"]]} for row in rows if row.get("variant") in names
+        {**row, "variant": short[row["variant"]]} for row in rows if row.get("variant") in short
     ]
 
 
 def _text(block: Mapping[str, Any], recipes: _Recipes) -> str:
     """Sentences whose numbers come from sources."""
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     # A template comes with a page, and rendering somebody else's page must not run its code.
     # Markdown, not HTML: there is nothing to escape.
     templates = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
@@ -390,24 +398,17 @@ def _text(block: Mapping[str, Any], recipes: _Recipes) -> str:
 
 def figure(value: Any, digits: int = 3) -> str:
     """A number with so many significant digits, never in exponents."""
-    from decimal import Decimal
-
-    rounded = Decimal(f"{float(value):.{digits - 1}e}")
-    return f"{rounded:,f}"
+    return f"{Decimal(f'{float(value):.{digits - 1}e}'):,f}"
 
 
 def _cell(frame: pd.DataFrame, column: str, where: Mapping[str, Any] | None = None) -> Any:
     """One cell of a source."""
-    found = list(dict.fromkeys(_column(_where(frame, where or {}), column).tolist()))
-    if len(found) != 1:
+    cells = list(dict.fromkeys(_column(_where(frame, where or {}), column).tolist()))
+    found = [cell for cell in cells if not (cell is None or is_missing(cell))]
+    if len(cells) != 1 or not found:
+        got = f"{len(cells)}. Say which." if found or not cells else "an empty one. Choose another."
         raise ValueError(
-            f"value of {column!r} where {dict(where or {})} must be one cell, but got "
-            f"{len(found)}. Say which."
-        )
-    if found[0] is None or is_missing(found[0]):
-        raise ValueError(
-            f"value of {column!r} where {dict(where or {})} must be there, but got an empty cell. "
-            "Choose another."
+            f"value of {column!r} where {dict(where or {})} must be one cell, but got {got}"
         )
     return found[0]
 

@@ -8,6 +8,7 @@ weights. ``python -m tools.pages curves TARGET.jsonl`` measures the rows of the 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import pandas as pd
 
 from bench_harness.core import Case, Row
+from bench_harness.display.bars import COLOURS
+from bench_harness.display.plots import new_figure
 from bench_harness.distributed import run_on_ranks
 from bench_harness.training import settings
 
@@ -178,11 +181,6 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def figure(rows: pd.DataFrame) -> Figure:
     """The mean curve of every variant, and its difference beside the spread of seeds."""
-    import textwrap
-
-    from bench_harness.display.bars import COLOURS
-    from bench_harness.display.plots import new_figure
-
     curves = _curves(rows)
     base = next(iter(curves.values()))
     x = (np.arange(WINDOWS) + 0.5) * len(rows["losses"].iloc[0]) / WINDOWS

@@ -5,22 +5,25 @@ a group, all that its blocks keep, k·b bytes. The sum is least at k* = √(L·s
 arXiv:1604.06174, where a block keeps as much as its input, b = s). Gradients appear as the inputs
 of groups are let go of, so with G bytes of gradients the fullest moment of backward, the first or
 the last group's beginning, holds k·b + max(L/k·s, (1 - k/L)·G) beside parameters and optimizer
-state. ``presets/checkpointing.toml`` measures
-it, and :func:`bench_harness.activations.activation_memory` predicts it.
+state. ``presets/checkpointing.toml`` measures it; ``examples/activation_memory.py`` predicts it.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from basics_model import ModelConfig
-from bench_harness.activations import activation_memory
 from bench_harness.core import Row
 from bench_harness.display import row_tables
 from bench_harness.stats import with_summary
 from bench_harness.training.moments import MOMENTS
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from activation_memory import activation_memory
 
 TITLE = "Recomputed blocks"
 #: A prediction of memory further off is flagged.

@@ -34,13 +34,10 @@ _DIGITS = 6
 
 
 def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
-    """Writes the rows of runs into one file.
+    """Writes the rows of runs into one file, and returns the number of its cases.
 
     Args:
         only: keep cases of these experiments, or with one of these texts in their label.
-
-    Returns:
-        The number of cases written.
 
     Raises:
         StoreError: a run cannot be read, or the file cannot be written.
@@ -86,19 +83,15 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     for row in own:
         if row.get("status") == "ok":
             del row["status"]
-    line = {**about, "config": config, "measured_on": measured_on(environment)}
-    return {**line, **_shared_once(own)}
-
-
-def _shared_once(rows: Sequence[Row]) -> Row:
-    """The rows of a case, with values that all rows share moved into one place."""
     shared = {
         name: value
-        for name, value in rows[0].items()
-        if len(rows) > 1 and all(name in row and row[name] == value for row in rows)
+        for name, value in own[0].items()
+        if len(own) > 1 and all(name in row and row[name] == value for row in own)
     }
-    own = [{k: v for k, v in row.items() if k not in shared} for row in rows]
-    return {"shared": shared, "rows": own} if shared else {"rows": own}
+    line = {**about, "config": config, "measured_on": measured_on(environment)}
+    if shared:  # stands once
+        line["shared"] = shared
+    return {**line, "rows": [{k: v for k, v in row.items() if k not in shared} for row in own]}
 
 
 def _rounded(value: Any) -> Any:

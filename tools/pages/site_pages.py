@@ -81,15 +81,7 @@ def _repository_path(file: File) -> str:
 
 
 def _target(given: str, here: str, page: str, paths: dict[str, str], source: str) -> str:
-    """Where a link of the page leads in the site.
-
-    Args:
-        given: the link as it is written.
-        here: the page's path in the repository.
-        page: the page's path in the site.
-        paths: from paths in the repository to paths in the site.
-        source: address of the repository.
-    """
+    """Where a link leads in the site; ``here`` is its page in the repository, ``page`` there."""
     path, hash_, anchor = given.partition("#")
     raw = source.replace("//github.com/", "//raw.githubusercontent.com/")
     absolute = re.fullmatch(rf"(?:{source}/(?:blob|tree)|{raw})/main/(.+)", path)

@@ -40,10 +40,10 @@ def draw(timelines: Timelines) -> Figure:
     plot.set_xlim(0, 1.15 * max(window for window, _, _ in lines.values()))
     plot.set_xlabel("time since the step began (ms)")
     plot.grid(visible=False)
-    names = {"computation": "computation", "communication": "communication"}
-    if any(lanes["late"] for _, _, lanes in lines.values()):
-        names["late"] = "waiting for a late gather"
-    handles = [Patch(color=colour[name], label=text) for name, text in names.items()]
+    names = ["computation", "communication"]
+    names += ["late"] * any(lanes["late"] for _, _, lanes in lines.values())
+    texts = {"late": "waiting for a late gather"}
+    handles = [Patch(color=colour[name], label=texts.get(name, name)) for name in names]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
 

@@ -27,7 +27,6 @@ def record(target: Path, junit: Path, *, part: str, commit: str, machine: str) -
     """Puts one run of a part of the tests into the file, in place of an earlier one of that part.
 
     Args:
-        target: the file of recorded runs.
         junit: what ``pytest --junitxml`` wrote.
         part: "one GPU" or "several GPUs".
         machine: GPUs and versions, as "2 × NVIDIA H100, torch 2.11.0, triton 3.6.0".

@@ -131,7 +131,7 @@ def test_the_grid() -> None:
     assert (naive["saved_bytes"] == naive["predicted_saved_bytes"]).all()
     missing = frame[frame["status"] == "skipped"]
     assert set(missing["variant"]) == {"flash-attn-4"}
-    assert missing["error"].str.contains("Install the package").all()
+    assert missing["error"].str.contains("Install its package").all()
 
     grid = tables["Attention grid"]
     own = grid[grid["attention"] == "flashattn-triton"]

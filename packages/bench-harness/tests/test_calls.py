@@ -56,7 +56,7 @@ def test_text_and_table_are_the_same_variant(text: str, table: dict[str, object]
 def test_a_class_that_is_named_itself_has_its_own_defaults(name: str) -> None:
     """A short name may have another default; where, the registry says so."""
     known = constructors.WRAPPERS[name]
-    here = {key: each.default for key, each in constructors.signature(name).items()}
+    here = {key: each.default for key, each in constructors.signatures()[name].items()}
     own = {
         key: each.default
         for key, each in inspect.signature(
@@ -108,7 +108,7 @@ def test_labels_of_shipped_variants_are_read_again_as_the_same_variant() -> None
                 variant = of.read(table, {})
                 if variant.communicates and "lr" not in table["optimizer"]:
                     shared = {each: getattr(variant, each) for each in of.SHARED}
-                    label = variant.label(whole=":" in variant.wrapper.name)
+                    label = variant.label(whole=any(":" in each.name for each in variant.calls))
                     assert of.read(label, shared) == variant
                     seen += 1
     assert seen > 50

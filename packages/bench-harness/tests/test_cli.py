@@ -246,22 +246,6 @@ def children_of(pid: int) -> Iterator[str]:
                 yield " ".join(child.cmdline())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "instead"),
-    [
-        (["migrate", "train.py"], "from-torch-ddp.md of ddp-lite"),
-        (["allreduce", "--nnodes", "2"], "start programs of several machines with torchrun"),
-    ],
-)
-def test_what_was_removed_names_its_replacement(
-    bench: Bench, arguments: list[str], instead: str
-) -> None:
-    done = bench(*arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert instead in done.stderr
-
-
 def test_help_is_fast(command_line: tuple[list[str], dict[str, str]]) -> None:
     """It imports little; a count, because times of a busy machine are noise."""
     command, environment = command_line

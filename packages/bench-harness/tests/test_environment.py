@@ -138,8 +138,14 @@ def test_each_sample_has_the_gpu_s_clock_where_the_driver_tells_it(monkeypatch):
 
 
 def test_without_a_driver_nothing_is_read(monkeypatch):
+    import torch
+
+    assert environment.gpu_now(torch.device("cpu")) == {}
     monkeypatch.setitem(sys.modules, "pynvml", Driver(present=False))
-    assert environment.gpu_now("no driver") == {}
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="no driver")
+    )
+    assert environment.gpu_now(torch.device("cuda", 0)) == {}
 
 
 def test_unknown_device_lists_those_there_are():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench_harness import cli, distributed, environment, experiments, options, runner
+from bench_harness import distributed, environment, experiments, options, runner
 from bench_harness.experiments import Experiment
 
 
@@ -167,21 +166,3 @@ def test_a_preset_runs_in_the_registry_s_order(installed: Path, tmp_path: Path) 
     (tmp_path / "mine.toml").write_text("[[toy]]\n[model]\n[[toy]]\nrepeats = 2\n")
     names = [name for name, _ in options.load_preset(str(tmp_path / "mine.toml")).runs]
     assert names == ["model", "toy", "toy"]
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "instead"),
-    [
-        ("train-step", "cuda_graph", "Write it in each variant"),
-        ("train-step", "elementwise", "Compile the layers"),
-        ("model", "optimizer", "Measure it with train-step"),
-        ("attention", "deterministic", 'Set features = ["deterministic"]'),
-    ],
-)
-def test_an_option_of_an_earlier_version_names_what_to_do_instead(
-    name: str, option: str, instead: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match=f"but got '{option}'. {re.escape(instead)}"):
-        options.build(experiments.get(name), {option: True})
-    assert cli.main([name, f"--{option.replace('_', '-')}", "x"]) == 2
-    assert instead in capsys.readouterr().err

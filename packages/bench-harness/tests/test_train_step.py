@@ -619,6 +619,23 @@ def averages_with(rank: int, world_size: int) -> dict[str, str]:
     return said
 
 
+class InDtype(torch.nn.Module):
+    """A wrapper of somebody else."""
+
+    def __init__(self, module: torch.nn.Module, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.inner, self.compute_dtype = module, compute_dtype
+
+
+def test_an_imported_wrapper_gets_the_dtype_that_a_text_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "somebody", sys.modules[__name__])
+    variant = of.read({"wrapper": {"name": "somebody:InDtype", "compute_dtype": "bf16"}}, {})
+    wrapped = constructors.construct("wrapper", variant.wrapper, torch.nn.Linear(2, 2))
+    assert wrapped.compute_dtype is torch.bfloat16
+
+
 @pytest.mark.processes
 def test_without_a_comm_hook_the_collectives_of_published_rows_are_measured() -> None:
     """By name, because ddp-lite's own default takes copies where they are possible."""

@@ -84,17 +84,17 @@ def find(name: str) -> Attend:
         ValueError: unknown name.
     """
     check(name)
-    if name in BUILT_IN:
-        return BUILT_IN[name]()
-    target = name if ":" in name else registered(ENTRY_POINT_GROUP)[name]
     try:
+        if name in BUILT_IN:
+            return BUILT_IN[name]()
+        target = name if ":" in name else registered(ENTRY_POINT_GROUP)[name]
         found: Attend = imported(target, "attention")
-    except ValueError as error:
+        return found
+    except (ImportError, ValueError) as error:
         raise CaseSkipped(
-            f"{name} must be importable, but got an error: {error.__cause__}. Install its package, "
-            "or leave it out of variants."
+            f"{name} must be importable, but got an error: {error.__cause__ or error}. Install its "
+            "package, or leave it out of variants."
         ) from error
-    return found
 
 
 def naive(
@@ -215,9 +215,7 @@ def _flashattn_triton_compiled() -> Attend:
 
 
 def _sdpa(backend: str | None) -> Attend:
-    """PyTorch's attention; ALiBi and a bias are its ``attn_mask``.
-
-    By one of its kernels, or for None by the kernel that it chooses itself.
+    """PyTorch's attention by one kernel, or the one it chooses; ALiBi and a bias are ``attn_mask``.
 
     PyTorch takes no ``is_causal`` beside an ``attn_mask``, so the causal mask is written into it:
     once for ALiBi, which is constant, and in every call for a bias, which is learned.
@@ -355,20 +353,9 @@ def _score_function(
     return change
 
 
-def _package(name: str, module: str) -> Any:
-    """A module of the package that an implementation is named after."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise CaseSkipped(
-            f"{name} must be importable, but got an error: {error}. Install the package {name}, or "
-            "leave it out of variants."
-        ) from error
-
-
 def _flash_attn_4() -> Attend:
     """The package flash-attn-4, whose layout puts the sequence before the heads."""
-    cute = _package("flash-attn-4", "flash_attn.cute")
+    cute = importlib.import_module("flash_attn.cute")
 
     def attend(
         query: Tensor,
@@ -408,11 +395,8 @@ def _flash_attn_4() -> Attend:
 
 
 def _fa3_fwd() -> Attend:
-    """FlashAttention-3 by the package fa3-fwd, which has no backward.
-
-    Its layout puts the sequence before the heads.
-    """
-    package = _package("fa3-fwd", "fa3_fwd_interface")
+    """FlashAttention-3 without backward, by fa3-fwd, whose layout has the sequence before heads."""
+    package = importlib.import_module("fa3_fwd_interface")
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         _refuse_cpu(query, "fa3-fwd")

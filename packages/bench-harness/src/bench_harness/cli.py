@@ -28,40 +28,13 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 # installed one; either way it is the parent of a class that typer exports.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
-#: Commands and options that earlier versions had, and what to do instead.
-_REMOVED = {
-    "migrate": "Read the page of the package that you move to: from-torch-ddp.md of ddp-lite, "
-    "from-fsdp2.md and from-zero-redundancy-optimizer.md of shard-optim, from-flash-attn.md and "
-    "from-flex-attention.md of flashattn-triton.",
-    "list": "--help lists the experiments, run --help the presets, and runs are folders in runs/.",
-    "open": "A run prints the path of its report.html: open that file.",
-    **dict.fromkeys(
-        ("render", "publish"),
-        "It is a tool of the repository: python -m tools.pages fill, or publish.",
-    ),
-    "--picture": "Use trace --page FILE.html, which draws every kernel, to search and to zoom.",
-    "precision": "It is a tool of the repository: python -m tools.course precision FILE.jsonl.",
-    "loss-curves": "train-step proves every variant before it is timed; the repository's curves "
-    "are measured by python -m tools.pages curves.",
-    **dict.fromkeys(
-        ("--nnodes", "--rdzv-endpoint", "--node-rank"),
-        "bench-harness measures the GPUs of one machine; start programs of several machines with "
-        "torchrun.",
-    ),
-}
-
 AsJson: TypeAlias = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print the results as JSON, and nothing else, to stdout.",
-    ),
+    bool, typer.Option("--json", help="Print the results as JSON, and nothing else, to stdout.")
 ]
 PresetOrFile: TypeAlias = Annotated[
     str,
     typer.Argument(
-        help=f"One of {', '.join(options.shipped())}, or a file NAME.toml.",
-        show_default=False,
+        help=f"One of {', '.join(options.shipped())}, or a file NAME.toml.", show_default=False
     ),
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
@@ -78,8 +51,6 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            if args[0] in _REMOVED:
-                raise ValueError(f"{args[0]} was removed. {_REMOVED[args[0]]}")
             valid = ", ".join(self.list_commands(ctx))
             raise ValueError(f"command must be one of {valid}, but got {args[0]!r}")
         return super().resolve_command(ctx, args)
@@ -94,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = application(given)(args=given, prog_name="bench-harness", standalone_mode=False)
     except _UsageError as error:
-        gone = {"--" + name.replace("_", "-"): text for name, text in options.REMOVED.items()}
-        removed = [text for name, text in {**_REMOVED, **gone}.items() if name in given]
-        return _complain(" ".join([error.format_message(), *removed[:1]]))
+        return _complain(error.format_message())
     except (ValueError, StoreError) as error:
         return _complain(str(error))
     except OSError as error:  # a full disk or a missing permission, wherever it shows
@@ -113,11 +82,7 @@ def _complain(message: str) -> int:
 
 
 def application(given: Sequence[str]) -> typer.Typer:
-    """The application: a command for every registered experiment, and those for runs.
-
-    Args:
-        given: the arguments, which ``run.json`` keeps.
-    """
+    """A command for every experiment, and those for runs; ``run.json`` keeps what was ``given``."""
     app = typer.Typer(
         cls=_Commands,
         rich_markup_mode=None,
@@ -128,7 +93,7 @@ def application(given: Sequence[str]) -> typer.Typer:
     app.callback()(_root)
     # The one that is asked for; all of them for help, completion, and other commands.
     asked = [name for name in given[:1] if name in experiments.names()]
-    for experiment in map(experiments.get, asked) if asked else experiments.every():
+    for experiment in map(experiments.get, asked or experiments.names()):
         command = _experiment_command(experiment, given)
         app.command(experiment.name, help=_help(experiment))(command)
     text = "Run all experiments of a preset and write one report."
@@ -228,8 +193,7 @@ def _measure(
         ),
     ] = "",
     dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="List the cases and their time so far; run nothing."),
+        bool, typer.Option("--dry-run", help="List the cases and their time so far; run nothing.")
     ] = False,
     timeout: Annotated[
         float | None,
@@ -349,13 +313,14 @@ def _trace(
     from rich.console import Console
 
     from bench_harness import terminal
+    from bench_harness.display.timelines import timelines
     from bench_harness.report.write import records, rendered
     from bench_harness.traces import recordings
 
     found = [recording for file in files for recording in recordings.load(file)]
     tables = recordings.tables(found)
     if page is not None:
-        lines = recordings.timelines_of(found)
+        lines = timelines({each["recording"]: each["timeline"] for each in found})
         title = ", ".join(lines)
         text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
         replace_file(page, text.encode())
@@ -378,11 +343,7 @@ def _env(as_json: AsJson = False) -> int:
 
 def _preset(
     name: Annotated[
-        str,
-        typer.Argument(
-            help=f"One of {', '.join(options.shipped())}.",
-            show_default=False,
-        ),
+        str, typer.Argument(help=f"One of {', '.join(options.shipped())}.", show_default=False)
     ],
 ) -> int:
     """Print a preset's file, to copy and change.

@@ -26,7 +26,6 @@ JsonValue: TypeAlias = Any
 #: One line of results: a flat mapping, except for raw samples, which stay lists.
 Row: TypeAlias = dict[str, JsonValue]
 
-
 #: Relative difference below which two times count as the same, and beyond which a gate closes.
 TOLERANCE = 0.05
 
@@ -198,6 +197,11 @@ def option(
 def plural(count: int, what: str) -> str:
     """A count with its noun: 1 case, 2 cases."""
     return f"{count} {what}" + "s" * (count != 1)
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's class and the first line of its message."""
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0].removesuffix(":")
 
 
 def registered(group: str) -> dict[str, str]:

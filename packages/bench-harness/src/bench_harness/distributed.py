@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench_harness.core import Case, Row
 from bench_harness.environment import gpu_count
-
-if TYPE_CHECKING:
-    pass
 
 
 def default_world_size(device: str) -> int:

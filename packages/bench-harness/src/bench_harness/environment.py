@@ -1,8 +1,8 @@
 """The machine a measurement ran on: hardware, driver, versions, clocks, commit.
 
 Everything here answers without importing torch, so that ``bench-harness env`` is quick and a
-parent process never touches a device. Only :func:`describe_torch`, which is called where torch is
-loaded anyway, asks torch.
+parent process never touches a device. Only :func:`describe_torch` and :func:`gpu_now`, which are
+called where torch is loaded anyway, ask torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from bench_harness.core import JsonValue, Row
+
+if TYPE_CHECKING:
+    import torch
 
 #: Distributions whose version changes a measurement.
 OWN_PACKAGES = ("bench-harness", "basics-model", "flashattn-triton", "ddp-lite", "shard-optim")
@@ -82,10 +85,7 @@ def resolve_device(device: str) -> str:
 
 
 def _torch_threads() -> int | str:
-    """The threads that torch is told to compute with, without asking torch.
-
-    :func:`describe_torch` has the number that torch took.
-    """
+    """The threads that torch is told to compute with; :func:`describe_torch` has those it took."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = os.environ.get(name, "").partition(",")[0].strip()
         if value.isdecimal() and int(value):
@@ -291,13 +291,14 @@ def _opened(uuid: str) -> tuple[Any, Any]:
         return pynvml, None
 
 
-def gpu_now(uuid: str) -> dict[str, float]:
-    """Clock (MHz), power (W) and temperature (°C) of a GPU now, as far as its driver tells them.
+def gpu_now(device: torch.device) -> dict[str, float]:
+    """Clock (MHz), power (W), temperature (°C) of a CUDA device, as far as a driver tells them."""
+    if device.type != "cuda":
+        return {}
+    import torch
 
-    Args:
-        uuid: of the GPU, ``GPU-`` included, which is the same whichever GPUs a process sees.
-    """
-    nvml, handle = _opened(uuid)
+    # The number that is the same whichever GPUs a process sees.
+    nvml, handle = _opened(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     found = {} if handle is None else _sensors(nvml, handle)
     return {name: float(value) for name, value in found.items() if value is not None}
 

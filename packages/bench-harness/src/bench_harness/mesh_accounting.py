@@ -274,12 +274,7 @@ def described(given: Mapping[str, Any]) -> MeshProblem:
 
 
 def mesh_rows(given: Mapping[str, Any], device_gb: float, shard_device_gb: float) -> list[Row]:
-    """A mesh problem: memory of one device, sharded memory, compute-bound batch, times, limits.
-
-    Args:
-        given: names of :class:`MeshProblem`.
-        device_gb, shard_device_gb: of :meth:`MeshProblem.memory`.
-    """
+    """Memory of devices, compute-bound batch, times and limits of a :class:`MeshProblem`."""
     problem = described(given)
     derived = [*problem.memory(device_gb, shard_device_gb), *problem.compute_bound()]
     derived += [*problem.step(), *problem.limits()]

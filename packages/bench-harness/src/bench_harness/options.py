@@ -53,23 +53,6 @@ ALIASES = {
 }
 
 
-_IN_VARIANT = 'Write it in each variant, as { wrapper = "flat", %s }.'
-#: Options of earlier versions, by experiment or for all: what to do instead.
-REMOVED = {
-    "checkpoint_blocks": _IN_VARIANT % "checkpoint_blocks = 1",
-    "keep_attention": _IN_VARIANT % "keep_attention = true",
-    "cuda_graph": _IN_VARIANT % "cuda_graph = true",
-    "elementwise": 'Compile the layers, with compile = "blocks".',
-    "optimizer": "Measure it with train-step, whose variants have optimizers.",
-    "deterministic": 'Set features = ["deterministic"].',
-    "additions": "Leave it out: 0.01 is added 1000 times.",
-    "attention": "Profile it with train-step, whose variants have attentions.",
-    "autocast": "Leave it out: both dtypes are shown.",
-    "device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
-    "shard_device_gb": "Leave it out, or call bench_harness.mesh_accounting.mesh_rows.",
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Declared:
     """One field of an ``Options`` class; with dashes, its name is the command-line option's."""
@@ -114,8 +97,7 @@ def build(
         for name in values:
             if name not in known:
                 raise ValueError(
-                    f"option must be one of {', '.join(known)}, but got {name!r}. "
-                    + REMOVED.get(name, "Correct it.")
+                    f"option must be one of {', '.join(known)}, but got {name!r}. Correct it."
                 )
         given = {name: _checked(known[name], value, written) for name, value in values.items()}
         options = experiment.Options(**given)
@@ -178,8 +160,7 @@ def _parameter(option: Declared) -> inspect.Parameter:
         metavar = "|".join(kinds(option.hint)).upper() + ",..." * is_list(option.hint)
         # Kept as text here and read by :func:`build`, so that one place words the errors.
         annotation = Annotated[
-            str,
-            typer.Option(flag, *ALIASES.get(option.name, ()), help=text, metavar=metavar),
+            str, typer.Option(flag, *ALIASES.get(option.name, ()), help=text, metavar=metavar)
         ]
         default = _written(option.default)
     return inspect.Parameter(

@@ -29,13 +29,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 
-from bench_harness.core import CaseSkipped, JsonValue
+from bench_harness.core import CaseSkipped, JsonValue, in_one_line
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -84,15 +84,11 @@ class Outcome:
     value: JsonValue = None
     error: str | None = None
     detail: str | None = None
-    seconds: float
+    seconds: float = 0.0
 
 
 def temporary_prefix(worker: int) -> str:
-    """How the names of a worker's temporary folders begin, so that its supervisor finds them.
-
-    Args:
-        worker: its process id.
-    """
+    """How names of a worker's temporary folders begin, so that its supervisor finds them."""
     return f"bench-ranks-{worker}-"
 
 
@@ -135,21 +131,15 @@ def call(
             late = answer is None and time.monotonic() >= started + timeout_s
             code, output = supervisor.end(0.0 if late else _FAREWELL_S)
     except ServerDiedError as error:
-        return _failure("error", str(error), seconds=time.monotonic() - started)
+        return Outcome(status="error", error=str(error), seconds=time.monotonic() - started)
     if late:
-        answer = _failure("timeout", f"still running after {timeout_s:g} s; killed")
+        answer = Outcome(status="timeout", error=f"still running after {timeout_s:g} s; killed")
     if answer is None:
-        answer = _died(code)
+        answer = Outcome(status="error", error=_died(code))
     detail = answer.detail
     if answer.status != "ok" and output:
         detail = "\n".join(filter(None, [detail, "--- end of output ---", output]))
-    return Outcome(
-        status=answer.status,
-        value=answer.value,
-        error=answer.error,
-        detail=detail,
-        seconds=time.monotonic() - started,
-    )
+    return replace(answer, detail=detail, seconds=time.monotonic() - started)
 
 
 def asked(function: Callable[..., JsonValue], *args: Any, timeout_s: float) -> JsonValue:
@@ -169,12 +159,6 @@ def asked(function: Callable[..., JsonValue], *args: Any, timeout_s: float) -> J
     return outcome.value
 
 
-def _failure(
-    status: Status, error: str, detail: str | None = None, *, seconds: float = 0.0
-) -> Outcome:
-    return Outcome(status=status, error=error, detail=detail, seconds=seconds)
-
-
 def _await_answer(answers: Connection, deadline: float, on_progress: Progress) -> Outcome | None:
     """The worker's last message; None if it died, or the deadline passed, before it came."""
     while answers.poll(max(0.0, deadline - time.monotonic())):
@@ -189,14 +173,15 @@ def _await_answer(answers: Connection, deadline: float, on_progress: Progress) -
     return None
 
 
-def _died(code: int | None) -> Outcome:
+def _died(code: int | None) -> str:
+    """Why there is no answer."""
     if code is None:
-        return _failure("error", "ended, and so did the process that supervised it")
+        return "ended, and so did the process that supervised it"
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (SIGKILL often means that the machine ran out of memory)" * (name == "SIGKILL")
-        return _failure("error", f"ended by {name}{hint}")
-    return _failure("error", f"ended with exit code {code} before it returned a result")
+        return f"ended by {name}{hint}"
+    return f"ended with exit code {code} before it returned a result"
 
 
 class ServerDiedError(RuntimeError):
@@ -220,10 +205,7 @@ class _Supervisor:
     lifeline: Connection
 
     def end(self, patience_s: float) -> tuple[int | None, str]:
-        """Ends the worker and all it started, and returns the supervisor's message.
-
-        Args:
-            patience_s: seconds in which the worker may leave by itself.
+        """Ends the worker, which may leave by itself for some seconds, and all it started.
 
         Returns:
             The worker's exit code, None if unknown, and the end of its output.
@@ -237,18 +219,15 @@ class _Supervisor:
         self.lifeline.close()
         with contextlib.suppress(psutil.Error):
             if code is None:  # stopped or killed from outside: what is left is found by parentage
-                _kill_tree(psutil.Process(self.process.pid))
+                root = psutil.Process(self.process.pid)
+                _kill([*root.children(recursive=True), root])
         self.process.join()
         return code, output.strip()
 
 
 @contextlib.contextmanager
 def _supervised(*args: Any) -> Iterator[_Supervisor]:
-    """Starts a supervisor and its worker; nothing of them is left afterwards.
-
-    Raises:
-        ServerDiedError: the fork server ended twice while it was to start them.
-    """
+    """Starts a supervisor and its worker; nothing of them is left afterwards."""
     context = multiprocessing.get_context("forkserver")
     with contextlib.ExitStack() as pipes:
         ends = [pipes.enter_context(end) for _ in range(3) for end in context.Pipe(duplex=False)]
@@ -283,11 +262,7 @@ def _supervised(*args: Any) -> Iterator[_Supervisor]:
 def _supervise(
     answer: Connection, ending: Connection, watched: Connection, sockets: str, *args: Any
 ) -> None:
-    """Runs the worker, and ends with everything below it.
-
-    Args:
-        sockets: the caller's temporary folder, removed if the caller is gone.
-    """
+    """Runs the worker, and ends with everything below it."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -325,7 +300,7 @@ def _supervise(
         shutil.rmtree(folder, ignore_errors=True)
     try:
         ending.send((worker.exitcode, output.decode(errors="replace")))
-    except OSError:  # nobody waits any more
+    except OSError:  # nobody waits any more, nor removes the caller's temporary folder
         shutil.rmtree(sockets, ignore_errors=True)
 
 
@@ -333,16 +308,14 @@ def _kill_children(worker: multiprocessing.process.BaseProcess) -> None:
     """Kills the worker and all below it, and orphans that this process adopted meanwhile."""
     deadline = time.monotonic() + _FAREWELL_S
     while (below := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
-        for process in below:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _kill(below)
         worker.join(_FAREWELL_S)  # before psutil takes its exit code
         psutil.wait_procs(below, timeout=max(0.0, deadline - time.monotonic()))
     worker.join(0)
 
 
-def _kill_tree(root: psutil.Process) -> None:
-    for process in [*root.children(recursive=True), root]:
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
 
@@ -371,12 +344,12 @@ def _answer(
         value = function(*args, progress)
         json.dumps(value, allow_nan=False)  # a value that cannot be stored is this call's error
     except CaseSkipped as reason:
-        return _failure("skipped", str(reason))
+        return Outcome(status="skipped", error=str(reason))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, whatever it is
-        line = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         detail = "".join(traceback.format_exception(error)).strip()
-        return _failure("oom" if _is_out_of_memory(error) else "error", line, detail)
-    return Outcome(status="ok", value=value, seconds=0.0)
+        status: Status = "oom" if _is_out_of_memory(error) else "error"
+        return Outcome(status=status, error=in_one_line(error), detail=detail)
+    return Outcome(status="ok", value=value)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -38,6 +38,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from bench_harness.core import in_one_line
 from bench_harness.process import PRELOAD, PROCESS_NAME, Progress, temporary_prefix
 
 if TYPE_CHECKING:
@@ -191,15 +192,11 @@ def launch_each(
                 pipes.append(ours)
             start = time.monotonic()  # a fork server may have imported torch before
             launched = _Launched(processes, pipes, start, timeout_s, Path(name))
-            return launched.outcomes(end_together, progress or _silent)
+            return launched.outcomes(end_together, progress or (lambda text: None))
         finally:  # nothing is left to do, unless the launch itself was ended
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def _silent(text: str) -> None:
-    """Shows nothing."""
 
 
 # ---- launcher ------------------------------------------------------------------------------------
@@ -346,7 +343,7 @@ def _describe(outcomes: Sequence[RankOutcome]) -> str:
     others = ""
     if killed:
         others = f" (rank {', '.join(str(o.rank) for o in killed)} left no report, and was killed)"
-    return f"rank {first.rank} failed{others}:\n{first.error}"
+    return f"rank {first.rank} failed{others}: {first.error}"
 
 
 # ---- rank ----------------------------------------------------------------------------------------
@@ -365,11 +362,7 @@ def _rank_main(
     folder: Path,
     reports_progress: bool,
 ) -> None:
-    """Runs a rank: the process group, the function, and an orderly end.
-
-    Args:
-        timeout_s: of the process group.
-    """
+    """Runs a rank: the process group, the function, and an orderly end."""
     for other in inherited:
         other.close()
     # As torchrun sets them, for code that asks.
@@ -411,11 +404,11 @@ def _rank_main(
         done.set()
         pipe.send(("returned", value, None))
         watch.join()  # until the launcher has heard of every rank, and closes the pipe
-    except BaseException:  # noqa: BLE001 - whatever it is, the rank has failed
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the rank has failed
         # Before the group is destroyed: that makes the peers fail too, with errors that would
         # otherwise be older than this one.
         done.set()
-        pipe.send(("raised", None, traceback.format_exc()))
+        pipe.send(("raised", None, f"{in_one_line(error)}\n{traceback.format_exc()}"))
         if backend == "nccl":  # which destroys a group that has lost a rank in about a minute
             sys.stdout.flush()
             sys.stderr.flush()
@@ -440,12 +433,9 @@ def _device(rank: int, world_size: int, backend: str) -> Any:
 
 
 def _watch_launcher(pipe: Connection, done: threading.Event, folder: Path) -> None:
-    """Waits until the launcher closes the pipe; ends a rank that has not reported by then.
-
-    That is when the launcher is gone, so the rank also removes the launcher's folder.
-    """
+    """Waits until the launcher closes the pipe; ends a rank that has not reported by then."""
     with suppress(EOFError, OSError):
         pipe.recv()
-    if not done.is_set():
+    if not done.is_set():  # the launcher is gone, so this rank removes its folder
         shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,7 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import Row
-from bench_harness.timing import gpu_now, measure
+from bench_harness.environment import gpu_now
+from bench_harness.timing import measure
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -213,19 +214,10 @@ def at_clock(frame: pd.DataFrame) -> pd.Series[Any]:
     return (frame["clock_mhz"] / frame["ceiling_clock_mhz"]).astype("float64").fillna(1.0)
 
 
-def step_bytes(parameters: int, optimizer: str | None = None) -> dict[str, int]:
+def step_bytes(parameters: int) -> dict[str, int]:
     """Least memory traffic of a training step in fp32, by part.
 
     Forward reads the parameters; backward reads them and writes gradients; AdamW reads parameters,
     gradients and two moments and writes all but the gradients. Activations may stay in caches.
-
-    Args:
-        parameters: their number.
-        optimizer: "adamw" or "sgd"; None leaves the optimizer out.
     """
-    passes = {None: 0, "sgd": 3}.get(optimizer, 7)
-    return {
-        "forward": 4 * parameters,
-        "backward": 8 * parameters,
-        "optimizer": 4 * passes * parameters,
-    }
+    return {"forward": 4 * parameters, "backward": 8 * parameters, "optimizer": 28 * parameters}

@@ -11,15 +11,8 @@ from typing import Protocol
 
 from bench_harness import environment, experiments, process
 from bench_harness.core import Case, CaseSkipped, JsonValue, Row
-from bench_harness.process import Outcome, Status
-from bench_harness.store import (
-    ARTIFACTS,
-    ENVIRONMENTS,
-    RESERVED,
-    RUN,
-    Store,
-    Writer,
-)
+from bench_harness.process import Outcome
+from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RESERVED, RUN, Store, Writer
 
 #: Key under which an experiment's row says that this variant alone was skipped or failed:
 #: ``{"status": "skipped", "error": "why"}``.
@@ -100,7 +93,7 @@ def run(
     *,
     invocation: Mapping[str, JsonValue],
     timeout_s: float | None = None,
-) -> dict[Status, int]:
+) -> None:
     """Measures the cases; whatever happens, the rows of those that finished are stored.
 
     Args:
@@ -108,14 +101,10 @@ def run(
         invocation: what ``run.json`` keeps about this run: the command and its options.
         timeout_s: replaces each case's own.
 
-    Returns:
-        How many cases ended with each status.
-
     Raises:
         StoreError: the folder cannot be written.
         KeyboardInterrupt: the running case is killed first.
     """
-    counts: dict[Status, int] = {}
     with store.open_for_writing() as writer:
         # While torch is imported there, the rest is looked up here.
         process.start_server()
@@ -143,9 +132,7 @@ def run(
                     on_progress=reporter.case_progress,
                 )
                 writer.append(_rows(outcome, about))
-            counts[outcome.status] = counts.get(outcome.status, 0) + 1
             reporter.case_finished(case, outcome)
-    return counts
 
 
 def ended_variants(outcome: Outcome) -> list[str]:
@@ -174,10 +161,7 @@ def _folder(case: Case, store: Store) -> Iterator[Path]:
 
 
 def run_case(case: Case, progress: process.Progress) -> JsonValue:
-    """Measures one case; called in its process.
-
-    Returns:
-        Its rows, and the state of the machine before and after.
+    """Measures one case, in its process: its rows, and the machine before and after.
 
     Raises:
         CaseSkipped: this machine lacks something that it needs.

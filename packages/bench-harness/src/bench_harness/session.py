@@ -101,11 +101,7 @@ def _planned(request: Request) -> tuple[Path, list[Planned]]:
 
 
 def dry_run(request: Request, console: Console, *, as_json: bool = False) -> None:
-    """Lists the cases, their status and expected time; creates nothing.
-
-    Args:
-        as_json: as one JSON object, to standard output.
-    """
+    """Lists the cases, their status and expected time, for people or as JSON; creates nothing."""
     folder, planned = _planned(request)
     planned = [
         item
@@ -130,11 +126,7 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
 
 
 def measure(request: Request, console: Console, *, tables: bool, as_json: bool = False) -> bool:
-    """Measures what is left, writes the report and prints a summary.
-
-    Args:
-        tables: also print the experiment's tables.
-        as_json: also print cases and tables as one JSON object, to standard output.
+    """Measures what is left, writes the report and prints it as :func:`write_report` does.
 
     Returns:
         Whether every case of the request has a result.
@@ -148,25 +140,21 @@ def measure(request: Request, console: Console, *, tables: bool, as_json: bool =
     cases, store = [item.case for item in planned], Store(folder)
     keys = {case.key for case in cases}
     terminal.start(planned, folder, console)
+    invocation = {
+        "command": shlex.join(["bench-harness", *request.command]),
+        "options": [[name, dict(values)] for name, values in request.options],
+        "cases": [case.key for case in cases],
+    }
+    left = [item.case for item in planned if not item.finished]
     try:
-        _measure(request, store, planned, console)
+        with ConsoleReporter(console, planned, request.preset) as reporter:
+            runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
     except KeyboardInterrupt:
         terminal.interrupted(runner.plan(cases, store), folder, console)
         raise
     write_report(store, console, tables=tables, as_json=as_json)
     failed = ("error", "timeout")
     return not any(row["status"] in failed for row in store.load().rows if row["case_key"] in keys)
-
-
-def _measure(request: Request, store: Store, planned: Sequence[Planned], console: Console) -> None:
-    left = [item.case for item in planned if not item.finished]
-    invocation = {
-        "command": shlex.join(["bench-harness", *request.command]),
-        "options": [[name, dict(values)] for name, values in request.options],
-        "cases": [item.case.key for item in planned],
-    }
-    with ConsoleReporter(console, planned, request.preset) as reporter:
-        runner.run(left, store, reporter, invocation=invocation, timeout_s=request.timeout_s)
 
 
 def write_report(store: Store, console: Console, *, tables: bool, as_json: bool = False) -> None:

@@ -108,10 +108,8 @@ def ratio_interval(
     )
 
 
-def with_summary(
-    rows: pd.DataFrame, column: str = "samples_ms", *, suffix: str = "_ms"
-) -> pd.DataFrame:
-    """A copy of ``rows`` with the summary of ``column`` as columns ``median_ms``, ``mean_ms``, ...
+def with_summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """A copy of ``rows`` with the summary of their samples as ``median_ms``, ``mean_ms``, ...
 
     Rows without samples (cases that ran out of memory, for one) get empty cells, except for a part
     of the summary that they hold themselves. Where rows say how long the timer itself takes,
@@ -121,15 +119,14 @@ def with_summary(
 
     timed = ("mean", "std", "median", "p25", "p75", "ci_low", "ci_high")
     summaries = []
-    for samples in rows[column] if column in rows else [None] * len(rows):
+    for samples in rows["samples_ms"] if "samples_ms" in rows else [None] * len(rows):
         summary = dict(_known(tuple(samples))) if isinstance(samples, list) and samples else {}
-        summaries.append({f"{k}{suffix}" if k in timed else k: v for k, v in summary.items()})
-    names = [f"{k}{suffix}" if k in timed else k for k in Summary.__annotations__]
+        summaries.append({f"{k}_ms" if k in timed else k: v for k, v in summary.items()})
+    names = [f"{k}_ms" if k in timed else k for k in Summary.__annotations__]
     added = pd.DataFrame(summaries, index=rows.index, columns=pd.Index(names))
-    if column == "samples_ms":  # rows that were published with a summary instead of samples
-        for name in [name for name in names if name in rows]:
-            added[name] = added[name].where(added[name].notna(), rows[name])
-    if "timer_overhead_ms" in rows and suffix == "_ms":
+    for name in [name for name in names if name in rows]:  # published with a summary alone
+        added[name] = added[name].where(added[name].notna(), rows[name])
+    if "timer_overhead_ms" in rows:
         known = rows["timer_overhead_ms"].notna() & added["median_ms"].notna()
         short = rows["timer_overhead_ms"] > TIMER_SHARE * added["median_ms"].astype("float64")
         added["too_short"] = short.astype(object).where(known)

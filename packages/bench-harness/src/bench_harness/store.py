@@ -123,7 +123,8 @@ def problem(row: Row) -> str | None:
                 return f"it has no {missing[1]}"
             place = re.search(r"`\$\.(\w+)", str(error))
             wrong = "" if place is None else place[1]
-    return f"its {wrong} is {_short(row.get(wrong))}"
+    text = repr(row.get(wrong))
+    return f"its {wrong} is {text if len(text) <= 40 else text[:39] + '…'}"
 
 
 def _may_hold(name: str, value: JsonValue) -> bool:
@@ -132,11 +133,6 @@ def _may_hold(name: str, value: JsonValue) -> bool:
         return value is None or (isinstance(value, list) and all(map(is_number, value)))
     held = value.values() if name == "config" and isinstance(value, dict) else [value]
     return not any(isinstance(each, int) and abs(each) >= 1 << 1023 for each in held)
-
-
-def _short(value: JsonValue) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:39] + "…"
 
 
 #: Ends the name of a file that :func:`replace_file` is still writing.
@@ -386,11 +382,7 @@ def _told(path: Path, what: str, remedy: str) -> Iterator[None]:
 
 
 def _require_file(path: Path) -> None:
-    """Refuses what is no file: a link leads elsewhere, and a named pipe would be waited for.
-
-    Raises:
-        StoreError: naming the path.
-    """
+    """Refuses what is no file: a link leads elsewhere, and a named pipe would be waited for."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise StoreError(f"{path} must be a regular file, but got something else. Remove it.")
 

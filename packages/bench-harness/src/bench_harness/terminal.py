@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 
 #: How :func:`bench_harness.ranks.launch` begins the words of a rank.
 _RANK = re.compile(r"rank (\d+): ")
-STYLES = {
-    "ok": "green",
-    "oom": "yellow",
-    "skipped": "cyan",
-    "timeout": "red",
-    "error": "red",
-}
+STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
 
 
 def duration(seconds: float) -> str:
@@ -151,17 +145,14 @@ class ConsoleReporter:
         else:
             self._ranks[int(said[1])] = text
             lines = [self._ranks[rank] for rank in sorted(self._ranks)]
+        spent = time.monotonic() - self._case_begin
+        done = min(0.99, spent / self._expected) if self._expected else 0.0
         self._live.update(
             self._task,
             description="\n".join(map(self._fit, lines)),
-            completed=self._done + self._share(),
+            completed=self._done + done,
             left=self._left(),
         )
-
-    def _share(self) -> float:
-        """The share of the running case that is done, by the time that it probably takes."""
-        spent = time.monotonic() - self._case_begin
-        return min(0.99, spent / self._expected) if self._expected else 0.0
 
     def case_finished(self, case: Case, outcome: Outcome) -> None:
         """Prints the case's line: place, status, time and name; below it why it, or a variant of
@@ -267,7 +258,7 @@ def summary(report: Report, page: Path, console: Console) -> None:
                 status = "skipped" if case["status"] == "ok" else case["status"]
                 text = Text(f"{status:<7} ", style=STYLES[status])
                 text.append(f"{case['label']}: {case['error']}", style="default")
-                console.print(text, no_wrap=True, overflow="ellipsis")
+                console.print(text)
         for problem in section.problems:
             line(console, f"{section.name} could not be shown: {problem}", style="red")
     console.print(Text(f"Report: {page}"), soft_wrap=True)
@@ -349,11 +340,7 @@ def _is_number(text: str) -> bool:
 
 
 def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | None) -> None:
-    """The verdict for every row of two runs, below a heading for every case.
-
-    Args:
-        failures: why the gate closes; None if there is no gate.
-    """
+    """The verdict for every row of two runs, and why the gate closes; None if there is no gate."""
     from bench_harness.compare import cells_of
 
     line(console, f"A: {found.runs[0]}")

@@ -58,7 +58,7 @@ class Samples:
 
     def note_gpu(self, device: torch.device, samples: int = 1) -> None:
         """Keeps what the driver says of the GPU now, for the latest ``samples``."""
-        for name, value in gpu_now(device).items():
+        for name, value in environment.gpu_now(device).items():
             self.gpu.setdefault(name, []).extend([value] * samples)
 
     def extend(self, other: Samples) -> None:
@@ -67,15 +67,6 @@ class Samples:
         self.device_ms += other.device_ms
         for name, values in other.gpu.items():
             self.gpu.setdefault(name, []).extend(values)
-
-
-def gpu_now(device: torch.device) -> dict[str, float]:
-    """Clock, power and temperature of a CUDA device (:func:`environment.gpu_now`); else nothing."""
-    if device.type != "cuda":
-        return {}
-    import torch
-
-    return environment.gpu_now(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def synchronize(device: torch.device) -> None:
@@ -120,7 +111,6 @@ def measure(
     """Times one callable.
 
     Args:
-        step: does one step.
         warmup: calls before any sample. The first of them is kept as ``first_ms``; with 0 the first
             sample contains it.
         calls: steps per sample without a synchronisation between them, which makes short steps

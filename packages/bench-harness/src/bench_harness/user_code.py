@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from bench_harness import process
 from bench_harness.convert import cut
 from bench_harness.core import Case, JsonValue, Row
-from bench_harness.workload import DIMENSIONS, Workload, imported, language_model
+from bench_harness.workload import DIMENSIONS, Workload, imported, language_model, missing_package
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +54,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def refuse_ignored(values: Mapping[str, Any], given: Collection[str]) -> None:
-    """Refuses options of the built-in model beside a user's model, which would ignore them.
-
-    Args:
-        values: all options of an experiment.
-        given: names of those that the user gave.
+    """Refuses options of the built-in model that were given beside a user's, which ignores them.
 
     Raises:
         ValueError: naming them.
@@ -120,13 +117,7 @@ def _calls(case: Case) -> list[tuple[str, Row]]:
 
 
 def _check_signature(role: str, call: Row) -> None:
-    """Checks that a class can be called with a module or parameters and the given arguments.
-
-    Raises:
-        ValueError: it takes no such argument, or needs another one.
-    """
-    from bench_harness.workload import imported
-
+    """Checks that a class can be called with a module or parameters and the given arguments."""
     name, given = call["name"], {key: value for key, value in call.items() if key != "name"}
     signature = inspect.signature(imported(name, role))
     try:
@@ -143,8 +134,6 @@ def _asked(
     names: Sequence[str], subject: Row, device: str, calls: Sequence[tuple[str, Row]]
 ) -> Row:
     """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
-    from bench_harness import process
-
     try:
         given = list(names), subject, device, list(calls)
         found: Row = process.asked(_look_at, *given, timeout_s=_LIMIT_S)
@@ -166,8 +155,6 @@ def _look_at(
     """
     import torch
 
-    from bench_harness.workload import imported, missing_package
-
     worker = os.getpid()
     roles = {subject.get("model"): "model", subject.get("loss"): "loss"}
     roles |= {call["name"]: role for role, call in calls}
@@ -186,11 +173,7 @@ def _look_at(
 
 
 def _refuse_processes(worker: int, names: Sequence[str]) -> None:
-    """Refuses a factory that starts processes: ranks that hold them would not end.
-
-    Raises:
-        ValueError: code of the user's has started processes that are still there.
-    """
+    """Refuses a factory that starts processes: ranks that hold them would not end."""
     if os.getpid() != worker:
         os._exit(0)  # a fork of the user's, which must not answer for its parent
     left = 0

@@ -134,6 +134,7 @@ def judge(
         if size > UNSTABLE_DRIFT >= abs(summaries[name]["drift"])
     ]
     drift = sum(max(abs(each["drift"]), steps[name]) for name, each in summaries.items())
+    wide = any(_width(each) > UNSTABLE_WIDTH for each in summaries.values())
     direction: Direction = "cannot tell"
     if low is not None and high is not None:
         enough = min(len(a), len(b)) >= STEP_SAMPLES
@@ -141,7 +142,7 @@ def judge(
             direction = "slower" if low > 1 else "faster"
         elif _ranges_apart(a, b):
             direction = "slower" if least > 1 else "faster"
-        elif 1 - tolerance <= low and high <= 1 + tolerance and not (drift or _wide(summaries)):
+        elif 1 - tolerance <= low and high <= 1 + tolerance and not (drift or wide):
             direction = "same"
     needed = None
     if direction == "cannot tell":
@@ -179,10 +180,6 @@ def _width(summary: Summary) -> float:
     if low is None or high is None or not summary["median"]:
         return 0.0
     return abs((high - low) / summary["median"])
-
-
-def _wide(summaries: dict[str, Summary]) -> bool:
-    return any(_width(each) > UNSTABLE_WIDTH for each in summaries.values())
 
 
 def _told_apart(a: Sequence[float], b: Sequence[float]) -> bool:

@@ -29,7 +29,6 @@ DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
 
-
 #: Parameters of the sizes, rounded: without torch, for what a case may take.
 _BILLIONS = dict(zip(SIZES, (0.13, 0.42, 0.97, 2.0, 3.4, 3.4, 12.8, 8.1, 0.0), strict=True))
 
@@ -164,10 +163,7 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 
 def attention_by_name(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """A causal attention callable over (batch, heads, sequence, head_dim).
-
-    Args:
-        name: one of :data:`ATTENTIONS`, or ``package.module:callable``.
+    """A causal attention callable over (batch, heads, sequence, head_dim), built-in or imported.
 
     Raises:
         ValueError: unknown name, or one that cannot be imported.
@@ -204,11 +200,6 @@ def ran(
     """PyTorch's kernel or flashattn-triton's tier that runs; None for other implementations.
 
     ``sdpa`` leaves the choice to PyTorch, which may fall back to the one that stores all scores.
-
-    Args:
-        tensors: query, key and value.
-        problem: as flashattn-triton describes it.
-        settings: of the call.
     """
     query, key, value = tensors
     if name.startswith("flashattn-triton"):
@@ -241,11 +232,6 @@ def ran_in_model(
     """The kernel or tier that the language model's attention runs; None for a user's own.
 
     Asked of tensors of one batch element's shape, so call it when nothing is weighed.
-
-    Args:
-        name: "naive", "sdpa" or "flash".
-        shape: with ``num_heads``, ``d_model`` and ``sequence``.
-        dtype: of the matrix products.
     """
     import torch
 

@@ -99,9 +99,8 @@ def quantity(value: float, unit: str) -> str:
         return f"{value:.3g} {unit}"
     absolute = value * dict(family)[unit]
     name, size = _fitting(family, abs(absolute))
-    digits = 1 if name in ("B", "T") and family is _COUNTS else None
-    number = absolute / size
-    shown = f"{number:.{digits}f}" if digits is not None else f"{number:.3g}"
+    digits = ".1f" if name in ("B", "T") and family is _COUNTS else ".3g"
+    shown = f"{absolute / size:{digits}}"
     return shown if name == "count" else f"{shown} {name}"
 
 
@@ -129,7 +128,9 @@ def readable(frame: pd.DataFrame) -> pd.DataFrame:
             continue
         unit, divisor = scale(column.dropna().tolist(), match["unit"])
         if divisor != 1.0:
-            column = (column.astype("float64") / divisor).map(_four_digits, na_action="ignore")
+            column = (column.astype("float64") / divisor).map(
+                lambda value: float(f"{value:.4g}"), na_action="ignore"
+            )
             span = match.span("unit")
             name = name[: span[0]] + unit + name[span[1] :]
         shown[name] = column
@@ -143,7 +144,3 @@ def _family(unit: str) -> tuple[tuple[str, float], ...] | None:
 def _fitting(family: tuple[tuple[str, float], ...], absolute: float) -> tuple[str, float]:
     """The largest unit of which there is at least one, or the smallest of all."""
     return next((each for each in family if absolute >= each[1]), family[-1])
-
-
-def _four_digits(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bench_harness.display.bars import colours
 from bench_harness.display.plots import new_figure
@@ -75,14 +75,11 @@ def draw_lines(panels: Sequence[Panel], *, x: str, base: int = 2, columns: int =
     for plot in axes.flat[len(panels) :]:
         plot.set_visible(False)
     if not at_ends:
-        named = {name: line for plot in axes.flat for line, name in _labelled(plot)}
+        drawn = (zip(*plot.get_legend_handles_labels(), strict=True) for plot in axes.flat)
+        named = {name: line for lines in drawn for line, name in lines}
         across = 4 if columns > 1 else 2
         figure.legend(named.values(), named.keys(), loc="outside upper center", ncols=across)
     return figure
-
-
-def _labelled(plot: Axes) -> list[tuple[Any, str]]:
-    return list(zip(*plot.get_legend_handles_labels(), strict=True))
 
 
 def _draw(plot: Axes, panel: Panel, colour: Mapping[str, str], x: str, base: int) -> None:

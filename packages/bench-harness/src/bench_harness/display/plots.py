@@ -41,10 +41,8 @@ def new_figure(
     """A matplotlib figure in the report's style and its axes.
 
     Args:
-        width: inches; at most 6 is a picture of half a page, which a phone still shows legibly.
-        height: inches.
-        rows: rows of axes.
-        columns: columns of axes.
+        width, height: inches; a phone still shows a width of at most 6 legibly, half a page.
+        rows, columns: of axes.
         subplots: further arguments of ``Figure.subplots``, as ``sharex=True``.
 
     Returns:

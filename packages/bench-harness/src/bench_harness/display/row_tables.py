@@ -1,4 +1,7 @@
-"""From result rows to displayed tables: the parts that every experiment shares."""
+"""From result rows to displayed tables: the parts that every experiment shares.
+
+Keys of columns are given as one text, with spaces between them.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,6 @@ class Columns:
         One in MiB or GiB that does not exist is that in bytes: ``peak_mib`` of ``peak_bytes``.
 
         Args:
-            keys: with spaces between them.
             headings: by key, where this table has another, or where rows name the column.
         """
         asked = {key: self[key] for key in keys.split()}
@@ -110,12 +112,7 @@ def steady(rows: pd.DataFrame) -> pd.Series[Any]:
 
 
 def over(rows: pd.DataFrame, reference: pd.Series[bool], keys: str) -> pd.Series[Any]:
-    """Each median over that of the reference row with the same keys, where both are steady.
-
-    Args:
-        reference: which rows are references.
-        keys: with spaces between them.
-    """
+    """Each median over that of the reference row with the same ``keys``, where both are steady."""
     import pandas as pd
 
     medians = rows["median_ms"].where(steady(rows)).astype("float64")
@@ -170,11 +167,7 @@ def _rounded(series: pd.Series[Any], digits: int) -> pd.Series[Any]:
 
 
 def entries(rows: pd.DataFrame, name: str, keep: str) -> pd.DataFrame:
-    """One line per entry of the lists in a column, with some other columns of its row.
-
-    Args:
-        keep: keys of those, with spaces between them.
-    """
+    """One line per entry of the lists in a column, with the columns ``keep`` of its row."""
     import pandas as pd
 
     kept = [key for key in keep.split() if key in rows]

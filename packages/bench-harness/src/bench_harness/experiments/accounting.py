@@ -31,7 +31,6 @@ _COLUMNS = row_tables.Columns(
 )
 _NAMES = ("small", "medium", "large", "xl", "2.7B")
 
-
 _SEQUENCE = 256
 #: Memory of one GPU, and of one sharding device, in the course's mesh problem (10⁹ bytes).
 _DEVICE_GB, _SHARD_DEVICE_GB = 80.0, 95.0

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from bench_harness.core import Case, Column, Figure, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.display.lines import Panel, draw_lines, points
-from bench_harness.distributed import (
-    default_world_size,
-    on_rank_0,
-    run_on_ranks,
-    slowest_rank,
-)
+from bench_harness.distributed import default_world_size, on_rank_0, run_on_ranks, slowest_rank
 from bench_harness.experiments.base import DeviceOptions, Experiment
 from bench_harness.roofline import bus_bandwidth_factor
 from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
@@ -23,8 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import torch
     from torch import Tensor
-
-    from bench_harness.timing import Samples
 
 #: A fit of :func:`fit` as columns.
 COST = (
@@ -299,11 +292,7 @@ class Cost(NamedTuple):
 
 
 def fit(size_bytes: Sequence[float], samples_ms: Sequence[Sequence[float]]) -> tuple[Cost, ...]:
-    """Fits o and w of t = o + S/w, as :func:`with_interval` returns them.
-
-    Args:
-        samples_ms: of each size.
-    """
+    """Fits o and w of t = o + S/w to the samples of each size, by :func:`with_interval`."""
     import numpy as np
 
     def once(draw: Callable[[Any], Any]) -> Cost:

@@ -582,10 +582,7 @@ def draw(
 ) -> MatplotlibFigure:
     """A column over the sequence length: a panel per dtype, head dimension and mask.
 
-    Args:
-        unit: label of the vertical axis.
-        ends: columns with the ends of the 95 % interval; None for what does not vary.
-        log: whether that axis is logarithmic.
+    ``ends`` are those of :func:`bench_harness.display.lines.points`.
     """
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
     panels = [

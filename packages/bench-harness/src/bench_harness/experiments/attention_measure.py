@@ -251,9 +251,6 @@ def errors(
 ) -> Row:
     """Largest errors of output and gradients of the checked heads, as shares of the largest value.
 
-    Args:
-        forward_only: compare the output alone.
-
     Raises:
         ArithmeticError: an error is too large, or a gradient is missing; nothing is timed then.
     """
@@ -277,11 +274,7 @@ def errors(
 
 
 def _within(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], limit: float) -> Row:
-    """The errors as columns of a row.
-
-    Raises:
-        ArithmeticError: one is larger than the limit.
-    """
+    """The errors as columns of a row; one that is larger than the limit is raised."""
     row: Row = {}
     for what, exactly in wanted.items():
         error = float((found[what] - exactly).abs().max() / exactly.abs().max())
@@ -414,11 +407,7 @@ class Attempts:
 def _call(
     name: str, tensors: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> Callable[[], Tensor]:
-    """An implementation as a call without arguments.
-
-    Raises:
-        CaseSkipped: it has no argument for something that the problem asks for.
-    """
+    """An implementation as a call without arguments; skipped if the problem asks for more."""
     attend: Attend = find(name)
     try:
         inspect.signature(attend).bind(*tensors[:3], **settings)
@@ -650,11 +639,7 @@ def _rows(
 
 
 def _through(
-    attend: Attend,
-    inputs: Sequence[Sequence[Tensor]],
-    device: torch.device,
-    *,
-    backward: bool,
+    attend: Attend, inputs: Sequence[Sequence[Tensor]], device: torch.device, *, backward: bool
 ) -> float:
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
     samples = Samples()

@@ -13,8 +13,8 @@ whose name is the experiment's and whose value is its class, ``package.module:Cl
 from __future__ import annotations
 
 import abc
-import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,37 +38,23 @@ class DeviceOptions:
     )
 
     def stored(self, names: str) -> Row:
-        """Options as a case's configuration keeps them, and the device that is really there.
-
-        Args:
-            names: of options, with spaces between them.
-        """
+        """Options, by names with spaces between, as a case keeps them, and the device there is."""
         given = {name: getattr(self, name) for name in names.split()}
         listed = {n: list(v) if isinstance(v, tuple) else v for n, v in given.items()}
         return {**listed, "device": resolve_device(self.device)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DimensionOptions(DeviceOptions):
-    """Options that change dimensions of the language model's size."""
-
-    d_model: int | None = option(None, "Width; overrides the size's.")
-    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
-    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
-    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
-
-    def dimensions(self) -> Row:
-        """Those that were given, as they stand in a case's configuration."""
-        return {name: value for name in DIMENSIONS if (value := getattr(self, name)) is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SubjectOptions(DimensionOptions):
+class SubjectOptions(DeviceOptions):
     """Options that say what is trained: a user's model, or the dimensions of the language model.
 
     Dimensions that are not given come from the model's size.
     """
 
+    d_model: int | None = option(None, "Width; overrides the size's.")
+    d_ff: int | None = option(None, "Feed-forward width; overrides the size's.")
+    num_layers: int | None = option(None, "Number of blocks; overrides the size's.")
+    num_heads: int | None = option(None, "Attention heads; overrides the size's.")
     model: str | None = option(None, "package.module:factory of an nn.Module to measure instead.")
     model_args: dict[str, Any] | None = option(  # noqa: RUF009 - its default is None
         None, "The factory's keyword arguments, as layers=2,width=64."
@@ -113,14 +99,10 @@ class SubjectOptions(DimensionOptions):
             own = {"model_args": self.model_args, "target": self.target, "loss": self.own_loss}
             given = {name: value for name, value in own.items() if value is not None}
             return [{"model": self.model, "input": self.input, **given}]
+        names = (*DIMENSIONS, "vocab_size")
+        shape = {name: value for name in names if (value := getattr(self, name)) is not None}
         return [
-            {
-                "size": size,
-                **self.dimensions(),
-                "vocab_size": self.vocab_size,
-                "batch": batch,
-                "sequence": sequence,
-            }
+            {"size": size, **shape, "batch": batch, "sequence": sequence}
             for size in sizes
             for batch in batches
             for sequence in sequences
@@ -237,13 +219,9 @@ _BUILT_IN = {
 }
 
 
-def _targets() -> dict[str, str]:
-    return _BUILT_IN | registered(ENTRY_POINT_GROUP)
-
-
 def names() -> list[str]:
     """Every experiment's name, built-in ones first, in running order."""
-    return list(_targets())
+    return list(_BUILT_IN | registered(ENTRY_POINT_GROUP))
 
 
 def get(name: str) -> Experiment:
@@ -253,29 +231,14 @@ def get(name: str) -> Experiment:
         ValueError: no experiment has that name, and the message lists those that exist; or it
             cannot be imported.
     """
-    targets = _targets()
+    targets = _BUILT_IN | registered(ENTRY_POINT_GROUP)
     if name not in targets:
         raise ValueError(f"experiment must be one of {', '.join(targets)}, but got {name!r}")
-    return _load(name, targets[name])
-
-
-def every() -> Iterator[Experiment]:
-    """Every experiment in running order, after one look at what is installed.
-
-    Raises:
-        ValueError: one cannot be imported.
-    """
-    for name, target in _targets().items():
-        yield _load(name, target)
-
-
-def _load(name: str, target: str) -> Experiment:
-    module, _, attribute = target.partition(":")
     try:
-        experiment: Experiment = getattr(importlib.import_module(module), attribute)()
+        experiment: Experiment = pkgutil.resolve_name(targets[name])()
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"experiment {name} must be importable as {target}, but got an error: {error}. "
+            f"experiment {name} must be importable as {targets[name]}, but got an error: {error}. "
             "Reinstall the package that registers it."
         ) from error
     return experiment

@@ -359,11 +359,7 @@ def _pass(
     device: torch.device,
     mark: Callable[[str], AbstractContextManager[None]],
 ) -> None:
-    """Builds the model and runs one pass.
-
-    Args:
-        mark: everything that is allocated inside belongs to the phase of that name.
-    """
+    """Builds the model and runs one pass; ``mark`` says to which phase allocations belong."""
     import torch
 
     from bench_harness.training.build import plain, training

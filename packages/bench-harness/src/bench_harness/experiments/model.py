@@ -126,6 +126,8 @@ class Model(Experiment):
         variants = {name: _settings(variant, config) for name, variant in names.items()}
         measured = measure_phases(variants, config, device, progress)
         overhead = timing.timer_overhead_ms(device)
+        least = step_bytes(facts["parameters"])
+        least["step"] = sum(least.values())
         rows: list[Row] = []
         for name, phases in measured.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
@@ -146,7 +148,7 @@ class Model(Experiment):
                         "ran": ran,
                         **facts,
                         "flops": facts["forward_flops"] * work if work else None,
-                        "least_bytes": _least_bytes(facts["parameters"], config, phase),
+                        "least_bytes": least[phase.removeprefix("training ")],
                         **rates,
                         "timer_overhead_ms": overhead,
                         **samples.row(),
@@ -273,12 +275,6 @@ def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings
     return dataclasses.replace(plain({**config, **variant, **attention}), compile=compiled)
 
 
-def _least_bytes(parameters: int, config: Any, phase: str) -> int:
-    """Memory traffic of parameters, gradients and optimizer state in a phase."""
-    parts = step_bytes(parameters, config["optimizer"])
-    return sum(parts.values()) if phase == "step" else parts[phase.removeprefix("training ")]
-
-
 def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
     """Shape, parameters, tokens, and the operations of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -314,8 +310,6 @@ def measure_phases(
             long sampling may go on. Without warm-up there is one round, whose first sample is that
             of a cold start.
     """
-    import torch
-
     from bench_harness.training.build import training
 
     timings: dict[str, dict[str, Samples]] = {name: {} for name in variants}
@@ -324,16 +318,13 @@ def measure_phases(
         config if config["warmup"] else {},
         lambda: [samples.wall_ms for phases in timings.values() for samples in phases.values()],
     )
-    # Variants compile the same module anew; past the compiler's limit it would quietly run
-    # uncompiled.
-    with torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True):
-        for number, names in rounds:
-            for name in names:
-                progress(f"round {number + 1}: {name}")
-                with training(variants[name], config, device) as steps:
-                    for index in range(config["warmup"] + config["samples"]):
-                        found = _round(steps, config["modes"])
-                        _keep(timings[name], found, measured=index >= config["warmup"])
+    for number, names in rounds:
+        for name in names:
+            progress(f"round {number + 1}: {name}")
+            with training(variants[name], config, device) as steps:
+                for index in range(config["warmup"] + config["samples"]):
+                    found = _round(steps, config["modes"])
+                    _keep(timings[name], found, measured=index >= config["warmup"])
     return timings
 
 

@@ -42,8 +42,6 @@ _COLUMNS = row_tables.Columns(
     Column("share", "of the phase", "%"),
 )
 PHASES = ("inference", "forward", "backward", "optimizer")
-#: Ranges that naive attention records around its steps.
-RANGES = ("attention.scores", "attention.softmax", "attention.output")
 _TRACE = "trace.json"
 _TRIMMED = "trace.trimmed.json.gz"
 _SHOWN_KERNELS = 12
@@ -114,8 +112,9 @@ class Profile(Experiment):
             kineto.trimmed(path, Path(_TRIMMED), windows)
             path.unlink()
         progress("reading the trace")
-        facts = {} if "model" in config else shape_row(language_model_config(config))
-        return rows_of(trace, {**facts, "spans": _spans(trace)}, config)
+        facts: Row = {} if "model" in config else {**shape_row(language_model_config(config))}
+        host = "host operators, nested ones left out (CPU)"
+        return rows_of(trace, facts | {"spans": "GPU kernels" if trace.on_device else host}, config)
 
     def work_s(self, case: Case) -> float:
         """By the size of the model; Nsight Systems starts and exports."""
@@ -316,12 +315,13 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
     if "model" in config:  # the ranges are those of the built-in naive attention
         return rows
     scores = int(config["batch"]) * int(config["sequence"]) ** 2 * facts["num_layers"]
+    # By the ranges that naive attention records around its steps.
     operations = {
         "attention.scores": 2 * scores * facts["d_model"],
         "attention.softmax": 5 * scores * facts["num_heads"],
         "attention.output": 2 * scores * facts["d_model"],
     }
-    for name in RANGES:
+    for name, count in operations.items():
         for phase in ("inference", "forward"):
             spent = sum(time_inside(trace, name, trace.phases(phase)).values())
             if spent:
@@ -332,15 +332,11 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
                         "phase": phase,
                         "range": name,
                         "total_ms": spent / 1e6,
-                        "gflop": operations[name] / 1e9,
-                        "gflop_s": operations[name] / spent,
+                        "gflop": count / 1e9,
+                        "gflop_s": count / spent,
                     }
                 )
     return rows
-
-
-def _spans(trace: Trace) -> str:
-    return "GPU kernels" if trace.on_device else "host operators, nested ones left out (CPU)"
 
 
 def under_nsight(config: Row) -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from bench_harness import environment, experiments
-from bench_harness.core import Figure, JsonValue, Row, Table, plural
+from bench_harness import experiments
+from bench_harness.core import Figure, Row, Table, in_one_line, plural
 from bench_harness.display.cells import quantity
 from bench_harness.display.row_tables import steady
 from bench_harness.environment import measured_on, throttled
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 _Shown = TypeVar("_Shown")
 
 #: What is measured comes first, then what is calculated or explained, then experiments of others.
-_FIRST = (
-    *("train-step", "model", "memory", "profile", "attention", "allreduce"),
-    "accounting",
-)
+_FIRST = ("train-step", "model", "memory", "profile", "attention", "allreduce", "accounting")
 
 #: Damaged lines and cases that a report names one by one.
 _NAMED = 5
@@ -189,11 +186,7 @@ def _by(name: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
 def _made(
     make: Callable[[pd.DataFrame], list[_Shown]], rows: list[Row], what: str, problems: list[str]
 ) -> list[_Shown]:
-    """Calls ``make`` with all rows; if that fails, with those of the cases for which it succeeds.
-
-    Args:
-        problems: gets a text for what was left out.
-    """
+    """Calls ``make`` with all rows; if that fails, with those of cases for which it succeeds."""
     try:
         return make(to_frame(rows))
     except Exception as error:  # noqa: BLE001 - shown in the report
@@ -220,8 +213,7 @@ def _made(
 def where(error: Exception) -> str:
     """An error in one line, with the place that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    return f"{text} ({frame.name}, line {frame.lineno})"
+    return f"{in_one_line(error)} ({frame.name}, line {frame.lineno})"
 
 
 def _line(rows: list[Row], folder: Path) -> Row:
@@ -238,19 +230,14 @@ def _line(rows: list[Row], folder: Path) -> Row:
     ]
     files = sorted(Store(folder).subfolder(ARTIFACTS, row["case_key"]).glob("*"))
     left = [file for file in files if not file.is_symlink()]
+    machine = [row.get(f"machine_{when}") or {} for when in ("before", "after")]
     return {
         **{name: row[name] for name in ("experiment", "label", "seconds", "detail", "environment")},
         "status": next((each for each in order if each in statuses), statuses[0]),
         "error": "; ".join(dict.fromkeys(errors)) or None,
-        "warnings": _warnings(row.get("machine_before"), row.get("machine_after")),
+        "warnings": [f"GPU slowed down: {reason}" for reason in throttled(*machine)],
         "artifacts": [file.relative_to(folder).as_posix() for file in left],
     }
-
-
-def _warnings(before: JsonValue, after: JsonValue) -> list[str]:
-    if before is None or after is None:
-        return []
-    return [f"GPU slowed down: {reason}" for reason in environment.throttled(before, after)]
 
 
 #: Statuses of cases that did not finish.
@@ -322,11 +309,7 @@ def _unfinished(rows: list[Row]) -> str | None:
 
 
 def _fastest(rows: list[Row]) -> tuple[bool, str] | None:
-    """The fastest variant of the last case and phase that are timed, beside another.
-
-    Returns:
-        Whether that is sure, and the sentence.
-    """
+    """The fastest variant of the last timed case and phase: whether it is sure, and a sentence."""
     timed = [
         row
         for row in rows

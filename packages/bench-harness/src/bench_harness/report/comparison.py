@@ -14,11 +14,7 @@ from bench_harness.report.write import rendered
 
 
 def page(found: Comparisons, failures: Sequence[str] | None) -> str:
-    """The page: the verdict, every row, the part that changed, and both timelines.
-
-    Args:
-        failures: why the gate closes; None if there is no gate.
-    """
+    """The verdict, why the gate closes (None without one), every row, what changed, timelines."""
     lead = max(found.rows, key=_importance)
     largest = max(abs(100 * (each.verdict.ratio - 1)) for each in found.rows)
     first = [_name(lead), lead.variant]

@@ -11,20 +11,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def flatten(row: Row) -> Row:
-    """A row with its configuration's entries beside its own.
+def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows of a run as a data frame, in file order; lists and mappings stay objects in cells.
 
     Where a configuration key is also a name of the measurement, the column of the configuration
     is called ``config.<key>``.
     """
-    own = {name: value for name, value in row.items() if name != "config"}
-    config = row.get("config", {})
-    spread = {f"config.{name}" if name in own else name: value for name, value in config.items()}
-    return {**own, **spread}
-
-
-def to_frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows of a run as a data frame, in file order; lists and mappings stay objects in cells."""
     import pandas as pd
 
-    return pd.DataFrame([flatten(row) for row in rows])
+    lines = []
+    for row in rows:
+        own = {name: value for name, value in row.items() if name != "config"}
+        config = row.get("config", {}).items()
+        lines.append(own | {f"config.{n}" if n in own else n: value for n, value in config})
+    return pd.DataFrame(lines)

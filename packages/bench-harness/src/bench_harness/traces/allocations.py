@@ -146,9 +146,7 @@ def largest(events: Sequence[MemoryEvent], count: int) -> list[Row]:
 
 
 def from_cuda_history(
-    entries: Sequence[Mapping[str, Any]],
-    boundaries: Sequence[tuple[str, int]],
-    outermost: str = "",
+    entries: Sequence[Mapping[str, Any]], boundaries: Sequence[tuple[str, int]], outermost: str = ""
 ) -> list[MemoryEvent]:
     """Events of the caching allocator's history.
 

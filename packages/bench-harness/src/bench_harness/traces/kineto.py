@@ -35,19 +35,13 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 @contextmanager
 def recording(path: Path, device: torch.device, *, memory: bool = False) -> Iterator[None]:
-    """Profiles the ``with`` block and writes the Chrome-format trace to ``path``.
-
-    Args:
-        memory: also record every allocation on the CPU.
-    """
+    """Profiles the ``with`` block, on a CPU with allocations if asked; writes a Chrome trace."""
     from torch.autograd.profiler import profile
 
     # What torch.profiler.profile wraps. Used directly it writes the trace as recorded; the wrapper
     # would first build a tree of Python objects from it, which takes longer than small steps.
     profiler = profile(
-        use_device="cuda" if device.type == "cuda" else None,
-        use_kineto=True,
-        profile_memory=memory,
+        use_device="cuda" if device.type == "cuda" else None, use_kineto=True, profile_memory=memory
     )
     with profiler:
         yield
@@ -113,11 +107,7 @@ def load(path: Path) -> Trace:
 
 
 def trimmed(path: Path, target: Path, windows: Sequence[Interval]) -> None:
-    """Writes the events that touch the windows to a smaller trace that Perfetto still opens.
-
-    Args:
-        target: gzip-compressed; a name in ``.json.gz`` tells viewers so.
-    """
+    """Writes the events that touch the windows to a gzip-compressed trace, ``.json.gz``."""
     held = content(path)
     kept = []
     for event in held["traceEvents"]:

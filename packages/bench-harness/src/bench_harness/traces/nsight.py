@@ -9,9 +9,9 @@ recorded: it calls a function with a case's configuration.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
+import pkgutil
 import re
 import shutil
 import sqlite3
@@ -92,7 +92,6 @@ def record(command: Sequence[str], report: Path, *, finished: Path, timeout_s: f
     ends with an error. That is imported by ``QdstrmImporter``, if the PATH has it.
 
     Args:
-        command: program and arguments.
         report: path of the report without suffix.
         finished: file that the command writes at its end; without it the report does not count,
             whatever ``nsys`` made of the command's exit code.
@@ -276,12 +275,7 @@ def _schema(database: sqlite3.Connection) -> dict[str, set[str]]:
 def _events(
     database: sqlite3.Connection, table: str, name: str, thread: str, more: str = ""
 ) -> list[Event]:
-    """The spans of a table, called ``e``.
-
-    Args:
-        name, thread: what to select as such; the latter is two numbers.
-        more: the rest of the query.
-    """
+    """The spans of a table, called ``e``, by what to select as their name and thread."""
     query = f"SELECT {name}, e.start, e.end, {thread}, e.correlationId FROM {table} e {more}"  # noqa: S608
     return [
         Event(str(text), start, end, (one, two), end - start, correlation)
@@ -310,9 +304,8 @@ def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
 
 def _main(function: str, settings: str, finished: str) -> None:
     """The program that Nsight Systems runs."""
-    module, _, name = function.partition(":")
     config = json.loads(Path(settings).read_text(encoding="utf-8"))
-    returned = getattr(importlib.import_module(module), name)(config)
+    returned = pkgutil.resolve_name(function)(config)
     Path(finished).write_text(json.dumps(returned), encoding="utf-8")
 
 

@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench_harness.core import Column, Row, Table, Timelines
+from bench_harness.core import Column, Row, Table
 from bench_harness.display import row_tables
-from bench_harness.display.timelines import timelines
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.intervals import Interval
 from bench_harness.traces.step import of_rank, over_ranks
@@ -130,11 +129,6 @@ def _timed(trace: Trace, name: str, tool: str) -> Row:
         "kernels": kernel_totals(trace, [window]),
         **over_ranks([of_rank(trace, window, spans)]),
     }
-
-
-def timelines_of(recordings: Sequence[Row]) -> Timelines:
-    """The recordings on one time axis."""
-    return timelines({each["recording"]: each["timeline"] for each in recordings})
 
 
 def tables(recordings: Sequence[Row], *, most: int = 15) -> list[Table]:

@@ -73,14 +73,7 @@ def gathers(trace: Trace, window: Interval) -> list[Row]:
 
 
 def summary(found: Sequence[Row]) -> Row:
-    """How many gathers there were, how many were late, by how much together, and the latest.
-
-    Args:
-        found: :func:`gathers` of one rank.
-
-    Returns:
-        Columns of a row; nothing without gathers.
-    """
+    """How many :func:`gathers` a rank had, how many were late, by how much, and the latest."""
     if not found:
         return {}
     late = [
@@ -167,16 +160,11 @@ PARTS = (PRODUCTS, ATTENTION, OPTIMIZER, LOSS, ELEMENTWISE, COPIES, COMMUNICATIO
 #: first around every optimizer's step, basics-model the others.
 _RANGES = {"Optimizer.step#": OPTIMIZER, "attention.": ATTENTION, "loss": LOSS}
 
-
 _Ranges: TypeAlias = Mapping[str, Callable[[Event | None], bool]]
 
 
 def waterfall(trace: Trace, window: Interval) -> dict[str, float]:
-    """Milliseconds of each of :data:`PARTS` in one step; together they are the window.
-
-    Args:
-        window: the step, with the device idle at both ends.
-    """
+    """Milliseconds of each of :data:`PARTS` in one step; together they are the window."""
     ranges = {
         part: within(span for span in trace.ranges if span.name.startswith(prefix))
         for prefix, part in _RANGES.items()
@@ -224,11 +212,7 @@ def _part(name: str, host: Event | None, ranges: _Ranges) -> str:
 
 
 def of_rank(trace: Trace, window: Interval, spans: str) -> Row:
-    """What one rank's trace says of a step, for :func:`over_ranks`.
-
-    Args:
-        spans: what the trace's spans are, as a table says it.
-    """
+    """What one rank's trace says of a step, for :func:`over_ranks`; ``spans`` names its spans."""
     found = trace.overlap(window)
     waited_for = gathers(trace, window)
     return {
@@ -252,9 +236,6 @@ def over_ranks(ranks: Sequence[Mapping[str, Any]]) -> Row:
 
     NCCL's kernels spin while they wait for other ranks. The rank whose communication is exposed
     least waits least, so its timeline, which a picture draws, shows what the exchange itself takes.
-
-    Args:
-        ranks: :func:`of_rank` of every rank.
     """
     row: Row = {}
     for name in ("communication_ms", "exposed_ms", "hidden_ms", "idle_ms"):

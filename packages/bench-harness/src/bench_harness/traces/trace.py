@@ -39,7 +39,6 @@ _FUSED_ATTENTION = re.compile(
     re.I,
 )
 
-
 #: Templates that run an operation given as their argument, which is what tells them apart.
 _CARRIER = re.compile(r"elementwise_kernel|reduce_kernel|multi_tensor_apply_kernel|Kernel2$")
 #: Of those arguments: what carries the operation further, and what is the operation.

@@ -54,7 +54,11 @@ def bucketed(
                 f"wire_dtype must be left out beside comm_hook=peer-copy, but got "
                 f"{arguments['wire_dtype']}. Leave out one of them."
             )
-        hook = _peer_hook(dist.group.WORLD, packed=bool(arguments.get("copy")))
+        from ddp_lite.peer import PeerCopyAverage
+
+        # Each wrapper has a hook of its own, which keeps state; making it is collective.
+        peer = PeerCopyAverage(_peer_memory(dist.group.WORLD))
+        hook = (lambda flat, bucket: peer.copies.average([flat])) if arguments.get("copy") else peer
     return averaging(cls, module, comm_hook=hook, **arguments)
 
 
@@ -221,19 +225,8 @@ def nccl_group(*, max_ctas: int | None = None, zero_ctas: bool = False) -> dist.
     return _NCCL_GROUPS[key]
 
 
-def _peer_hook(group: Any, *, packed: bool) -> Any:
-    """A new hook for each wrapper, because a hook keeps state of one wrapper; collective."""
-    from ddp_lite.peer import PeerCopyAverage
-
-    hook = PeerCopyAverage(_peer_memory(group))
-    return (lambda flat, bucket: hook.copies.average([flat])) if packed else hook
-
-
 def peer_copies(group: Any = None) -> Any:
-    """Collectives by copies, for shard-optim's ``communication=``; collective.
-
-    Args:
-        group: the ranks; None for all.
+    """Collectives by copies among a group, or all ranks, for ``communication=``; collective.
 
     Raises:
         CaseSkipped: these GPUs cannot copy to each other.
@@ -286,9 +279,6 @@ def state_bytes(optimizer: Call, module: nn.Module, matrices: set[str]) -> int:
     """Bytes of the state that an optimizer keeps for a whole model with fp32 state.
 
     An imported one is taken to keep two moments, as AdamW does.
-
-    Args:
-        matrices: of :func:`matrix_names`.
     """
 
     def moments(name: str) -> int:

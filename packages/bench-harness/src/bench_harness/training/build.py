@@ -157,8 +157,11 @@ def training(
         raise CaseSkipped(
             f"cuda_graph must run on a CUDA device, but got {device.type}. Remove cuda_graph."
         )
+    # Variants compile the same modules anew; past its limit the compiler would run them uncompiled.
+    limits = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
     # A CUDA graph cannot be recorded on the default stream.
-    with torch.cuda.stream(torch.cuda.Stream()) if variant.cuda_graph else nullcontext():
+    stream = torch.cuda.stream(torch.cuda.Stream()) if variant.cuda_graph else nullcontext()
+    with limits, stream:
         workload = _workload(variant, config, device)
         made = _wrapped(variant, workload)
         try:

@@ -27,11 +27,10 @@ from bench_harness.workload import imported
 
 #: Seconds for importing every constructor once.
 _LIMIT_S = 300.0
-_DTYPES = ("fp32", "bf16", "fp16")
 _KINDS: Mapping[str, Any] = {
     **{kind.__name__: kind for kind in (bool, int, float, str, list)},
     "None": None,
-    "dtype": Literal[_DTYPES],
+    "dtype": Literal["fp32", "bf16", "fp16"],
     "any": Any,
 }
 
@@ -100,9 +99,7 @@ WRAPPERS: Mapping[str, Constructor] = {
         steps_before_recording=11,
     ),
     "fsdp2": Constructor(
-        title="FSDP2",
-        target="torch.distributed.fsdp:fully_shard",
-        through=f"{_ADAPTERS}:fsdp2",
+        title="FSDP2", target="torch.distributed.fsdp:fully_shard", through=f"{_ADAPTERS}:fsdp2"
     ),
     "fully-sharded": Constructor(
         title="FullyShardedDataParallel",
@@ -201,23 +198,19 @@ class Argument(NamedTuple):
 Signature = dict[str, Argument]
 
 
-def signature(name: str) -> Signature:
-    """The arguments of a short name.
+@functools.cache
+def signatures() -> dict[str, Signature]:
+    """The signatures of all short names.
 
     Raises:
         ValueError: a constructor cannot be imported.
     """
-    return _signatures()[name]
-
-
-@functools.cache
-def _signatures() -> dict[str, Signature]:
     found = every() if "torch" in sys.modules else process.asked(every, timeout_s=_LIMIT_S)
     return {n: {key: Argument(*each) for key, each in own.items()} for n, own in found.items()}
 
 
 def every(progress: process.Progress | None = None) -> dict[str, Signature]:
-    """The signatures of all short names; imports torch."""
+    """:func:`signatures`, read here; imports torch."""
     return {name: _arguments(known) for name, known in _EVERY.items()}
 
 
@@ -300,7 +293,7 @@ def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor
         given = {**dict(known[name].of_class), **given}
     if given.keys() == {"name"}:
         return Call(name)
-    takes = signature(name)
+    takes = signatures()[name]
     refuse_unknown({key: value for key, value in given.items() if key != "name"}, takes, name)
     values = {
         key: _fitting(f"{name} key {key}", given[key], takes[key].kinds, known[name].words)
@@ -312,14 +305,7 @@ def checked(what: str, given: Mapping[str, Any], known: Mapping[str, Constructor
 
 
 def _fitting(what: str, value: Any, kinds: list[str], words: tuple[str, ...]) -> Any:
-    """A value that is of the kinds: whole numbers become floats where floats are taken.
-
-    Args:
-        words: that stand for None.
-
-    Raises:
-        ValueError: it is of another kind; the message says what fits.
-    """
+    """A value of one of the kinds; ``words`` stand for None, and whole numbers become floats."""
     words = words if "None" in kinds else ()
     if value in words:
         return value
@@ -350,37 +336,29 @@ def refuse_unknown(table: Mapping[str, Any], known: Any, what: str) -> None:
 
 
 def construct(role: str, call: Call, around: Any) -> Any:
-    """What a call makes.
-
-    Args:
-        role: "wrapper" or "optimizer", for errors.
-        around: the module, or what :class:`bench_harness.training.adapters.Parameters` holds.
+    """The wrapper around a module, or the optimizer of ``adapters.Parameters``, that a call makes.
 
     Raises:
         CaseSkipped: it cannot run here; the text says why.
     """
+    import torch
+
     arguments = dict(call.arguments)
-    if call.name not in _EVERY:
-        return imported(call.name, role)(around, **arguments)
-    known = _EVERY[call.name]
-    takes = _arguments(known)
+    known = _EVERY.get(call.name)
+    constructor = imported(call.name if known is None else known.target, role)
+    takes = _own(constructor) if known is None else _arguments(known)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for key, value in arguments.items():
-        if isinstance(value, str) and "dtype" in takes[key].kinds:
-            arguments[key] = dtype_of(value)
-        elif value in known.words:
+        if value in tuple(dtypes) and key in takes and "dtype" in takes[key].kinds:
+            arguments[key] = dtypes[value]
+        elif known is not None and value in known.words:
             arguments[key] = None
-    return imported(known.through, role)(imported(known.target, role), around, **arguments)
+    if known is None:
+        return constructor(around, **arguments)
+    return imported(known.through, role)(constructor, around, **arguments)
 
 
 def resolved(call: Call) -> dict[str, Any]:
     """Every argument of a call by name, with the defaults that this version's constructor has."""
     takes = _arguments(_EVERY[call.name]) if call.name in _EVERY else {}
     return {**{key: default for key, (default, _) in takes.items()}, **dict(call.arguments)}
-
-
-def dtype_of(name: str | None) -> Any:
-    """The dtype that an argument names; None for None."""
-    import torch
-
-    names = dict(zip(_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
-    return None if name is None else names[name]

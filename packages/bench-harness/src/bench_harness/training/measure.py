@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch.distributed as dist
 from basics_model.captured_step import CaptureError
 from bench_harness.core import CaseSkipped, Row
 from bench_harness.distributed import on_rank_0, slowest_rank
+from bench_harness.environment import gpu_now
 from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
-from bench_harness.timing import Samples, gpu_now, in_turns, record_sample, synchronize
+from bench_harness.timing import Samples, in_turns, record_sample, synchronize
 from bench_harness.traces import kineto
 from bench_harness.traces.step import of_rank, over_ranks
 from bench_harness.traces.trace import phase
@@ -64,22 +65,21 @@ def measure_rank(
         | {"host_ms": [], "optimizer_ms": [], "device_allocations": 0, "compilations": 0}
         for label, variant in zip(of.labels(variants), variants, strict=True)
     ]
-    with _compiling():
-        _prove(variants, rows, config, device, progress)
-        link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
-        for number, pairs in in_turns(
-            lambda: zip(variants, rows, strict=True),
-            config,
-            lambda: (row["samples_ms"] for row in rows),
-            least=config["rounds"],
-            agreed=on_rank_0,
-        ):
-            for variant, row in pairs:
-                if "ended" not in row:
-                    progress(f"round {number + 1}: {row['variant']}")
-                    _one_round(variant, row, number, config, device, Path(folder))
-            if number == 0:
-                _compare_losses(variants, rows)
+    _prove(variants, rows, config, device, progress)
+    link = _all_reduces(variants[0], config, device) if config["all_reduces"] else {}
+    for number, pairs in in_turns(
+        lambda: zip(variants, rows, strict=True),
+        config,
+        lambda: (row["samples_ms"] for row in rows),
+        least=config["rounds"],
+        agreed=on_rank_0,
+    ):
+        for variant, row in pairs:
+            if "ended" not in row:
+                progress(f"round {number + 1}: {row['variant']}")
+                _one_round(variant, row, number, config, device, Path(folder))
+        if number == 0:
+            _compare_losses(variants, rows)
     rows[0] |= link
     rates: dict[str, Row] = {}
     for variant, row in zip(variants, rows, strict=True):
@@ -141,17 +141,10 @@ def _weighed(
     variant: of.Settings, before: int, config: Mapping[str, Any], device: torch.device
 ) -> Row:
     """A function of its own, so that nothing holds a training when the next variant is weighed."""
-    with _compiling(), training(variant, config, device) as steps:
+    with training(variant, config, device) as steps:
         row = facts(steps)
         row["memory"], _ = moments.weigh(steps, variant, before, first_step=config["first_step"])
     return row
-
-
-def _compiling() -> AbstractContextManager[Any]:
-    """Makes torch.compile fail where it would run a module uncompiled, beyond its limit."""
-    limits: AbstractContextManager[Any]
-    limits = torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
-    return limits
 
 
 def _prove(
@@ -255,7 +248,8 @@ def facts(steps: Training) -> Row:
     if shape is not None:
         batch, sequence = steps.workload.args[0].shape
         known["flops"] = training_flops(shape, batch, sequence)
-        known["least_bytes"] = sum(step_bytes(steps.numel).values())
+        parts = step_bytes(steps.numel)
+        known["least_bytes"] = parts["forward"] + parts["backward"]
     module = steps.workload.module
     explain = getattr(steps.module, "explain", None)
     return {
@@ -287,7 +281,7 @@ def work(steps: Training, variant: of.Settings) -> Row:
             recomputed=variant.checkpoint_blocks > 0,
             keep_attention=variant.keep_attention,
         )
-        | {"optimizer": step_bytes(steps.numel, "adamw")["optimizer"] // shards},
+        | {"optimizer": step_bytes(steps.numel)["optimizer"] // shards},
     }
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from bench_harness.core import Row
 from bench_harness.timing import synchronize
+from bench_harness.training.proof import mean_over_ranks
 
 if TYPE_CHECKING:
     from bench_harness.training.build import Training
@@ -64,8 +65,6 @@ def weigh(
         ranks). Bytes of parameters are those of the rank's own parameters, or shards of them, and
         of the buffers that a ``FullyShardedDataParallel`` holds gathered parameters in.
     """
-    from bench_harness.training.proof import mean_over_ranks
-
     predicted = _predicted(training, variant)
     stateless = predicted | {"optimizer_state": 0}
     rows, losses = [_moment(training, MOMENTS[0], before, stateless)], []
@@ -120,8 +119,6 @@ def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
 
 def _predicted(training: Training, variant: Settings) -> Row:
     """Bytes of parameters, gradients and optimizer state on one rank, by the accounting."""
-    import torch.distributed as dist
-
     from shard_optim.accounting import DtypePolicy, fully_sharded_buffers, rank_memory
 
     # Groups of ranks that hold all shards each divide nothing among themselves.

@@ -68,10 +68,7 @@ def read(export: Path, world_size: int) -> Row:
 
 
 def measure_rank(
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    config: Mapping[str, Any],
+    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any]
 ) -> Row:
     """One rank's part: warm-up, then one step in a range of its own, its phases marked."""
     import torch.distributed as dist

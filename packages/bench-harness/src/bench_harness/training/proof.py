@@ -152,11 +152,8 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def _in_fp32(variant: of.Settings) -> of.Settings:
-    wrapper, products = variant.wrapper, variant.products
-    if variant.zero_stage == 3:
-        wrapper = wrapper.without("param_dtype", "compute_dtype", "reduce_dtype")
-    if variant.float8_recipe is not None:
-        products = "separate"
+    wrapper = variant.wrapper.without("param_dtype", "compute_dtype", "reduce_dtype")
+    products = "separate" if variant.float8_recipe is not None else variant.products
     return dataclasses.replace(variant, wrapper=wrapper, precision="fp32", products=products)
 
 

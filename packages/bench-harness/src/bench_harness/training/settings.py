@@ -35,7 +35,7 @@ from bench_harness.training.constructors import (
     checked,
     refuse_unknown,
     short,
-    signature,
+    signatures,
 )
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
@@ -217,7 +217,9 @@ class Settings:
         if not self.communicates:
             parts = ["no communication"]
         else:
-            parts = [] if self.wrapper.name == "none" else [self.wrapper.label(whole=whole)]
+            # Alone, an imported optimizer would be read again as a wrapper.
+            alone = self.wrapper.name == "none" and not (whole and ":" in self.optimizer.name)
+            parts = [] if alone else [self.wrapper.label(whole=whole)]
         optimizer = self.optimizer.label(whole=whole)
         if not (parts and self.optimizer.name == "adamw" and optimizer == self.optimizer.title):
             parts.append(optimizer)
@@ -314,11 +316,7 @@ def with_bounds(variants: Sequence[Settings]) -> list[Settings]:
 
 
 def _of_text(text: str) -> Table:
-    """A variant as a table, from ``wrapper + optimizer, setting=value``.
-
-    Raises:
-        ValueError: the text has another form, or names two wrappers or two optimizers.
-    """
+    """A variant as a table, from ``wrapper + optimizer, setting=value``."""
     calls, settings = parse_variant(text)
     table: Table = {}
     for call in calls:
@@ -345,7 +343,7 @@ def _with_own_arguments(variant: Mapping[str, Any]) -> Table:
     name = short(wrapper["name"], WRAPPERS)
     others = [key for key in table if key not in ("wrapper", "optimizer", *SHARED)]
     if name in WRAPPERS and others:
-        others = [key for key in others if key in signature(name)]
+        others = [key for key in others if key in signatures()[name]]
     elif ":" not in name:
         others = []
     own = {key: table.pop(key) for key in others}

@@ -53,11 +53,11 @@ def agree(
     is_new = facts not in agreed
     if is_new:  # for the errors of ranks that ask for something else
         _store(group).set(str(hashes[0]), repr(facts))
-    own = _on_device(hashes, device)
+    own = on_wire(group, _on_device(hashes, device))
     found = own.new_empty(group.size() * 2)
     with lost_ranks_named(group, "the agreement on what is computed"):
         dist.all_gather_into_tensor(found, own, group=group)
-        known = None if device.type == "cuda" and not is_new else found.tolist()
+        known = None if own.is_cuda and not is_new else found.tolist()
     if known is None:
         torch._assert_async(
             (found.view(-1, 2) == own).all(),
@@ -70,6 +70,11 @@ def agree(
     if len(agreed) >= _LIMIT:
         agreed.clear()
     agreed.add(facts)
+
+
+def on_wire(group: dist.ProcessGroup, x: Tensor) -> Tensor:
+    """Where the group's backend sends from: gloo, for ranks that share a GPU, from the host."""
+    return x.cpu() if x.is_cuda and dist.get_backend(group) == "gloo" else x
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashattn_triton.context_parallel.agreement import lost_ranks_named
+from flashattn_triton.context_parallel.agreement import lost_ranks_named, on_wire
 from flashattn_triton.context_parallel.zigzag import Zigzag
 
 Result = TypeVar("Result")
@@ -58,29 +58,32 @@ class UnderWay(Generic[Result]):
 
 def gather(group: dist.ProcessGroup, order: Zigzag, own: Tensor) -> UnderWay[Tensor]:
     """Tokens of all ranks: (n, ...) of each to (tokens, ...), as the sequences are packed."""
-    sent = padded(own, order.longest)
-    found = own.new_empty(group.size() * order.longest, *own.shape[1:])
+    sent = on_wire(group, padded(own, order.longest))
+    found = sent.new_empty(group.size() * order.longest, *own.shape[1:])
     rows = gathered_rows(order, own.device)
 
     def start() -> Sequence[Any]:
         return [dist.all_gather_into_tensor(found, sent, group=group, async_op=True)]
 
     def finish() -> Tensor:
-        return found.index_select(0, rows)
+        return found.to(own.device).index_select(0, rows)
 
     return UnderWay(group, "the gathering of tokens", start, finish, sent)
 
 
 def sum_of_own(group: dist.ProcessGroup, order: Zigzag, x: Tensor) -> UnderWay[Tensor]:
     """Sums of the ranks' (tokens, ...), of which each rank gets (n, ...), its own tokens."""
-    sent = x.index_select(0, scattered_rows(order, x.device))
-    found = x.new_empty(order.longest, *x.shape[1:])
+    sent = on_wire(group, x.index_select(0, scattered_rows(order, x.device)))
+    found = sent.new_empty(order.longest, *x.shape[1:])
     n = order.length(group.rank())
 
     def start() -> Sequence[Any]:
         return [dist.reduce_scatter_tensor(found, sent, group=group, async_op=True)]
 
-    return UnderWay(group, "the sum of the gradients of keys", start, lambda: found[:n], sent)
+    def finish() -> Tensor:
+        return found[:n].to(x.device)
+
+    return UnderWay(group, "the sum of the gradients of keys", start, finish, sent)
 
 
 def padded(x: Tensor, rows: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashattn_triton.context_parallel.agreement import on_wire
 from flashattn_triton.context_parallel.communication import UnderWay
 from flashattn_triton.context_parallel.peer_memory import PeerMemory
 
@@ -83,19 +84,25 @@ class Messages:
         """Sends to the rank ``ahead`` of this one and receives from that ``behind``."""
         rank, size = self._group.rank(), self._group.size()
         target, source = (rank + ahead) % size, (rank + behind) % size
+        sent = [on_wire(self._group, x) for x in sent]
+        arriving = [on_wire(self._group, x) for x in received]
         operations = [
             dist.P2POp(operation, x, dist.get_global_rank(self._group, peer), self._group)
             for operation, tensors, peer in (
-                (dist.isend, sent, target), (dist.irecv, received, source)
+                (dist.isend, sent, target), (dist.irecv, arriving, source)
             )
             for x in tensors
             if x.numel()
         ]  # fmt: skip
+
+        def finish() -> Sequence[Tensor]:
+            return [x.to(y.device) for x, y in zip(arriving, received, strict=True)]
+
         return UnderWay(
             self._group,
             f"the exchange of keys, values or gradients with ranks {target} and {source}",
             lambda: dist.batch_isend_irecv(operations) if operations else [],
-            lambda: received,
+            finish,
             sent,
         )
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from activation_memory import activation_memory
 from torch import Tensor
 
 from basics_model import ModelConfig, TransformerLM, model_config
-from bench_harness.activations import activation_memory
 
 
 def kept_bytes(
