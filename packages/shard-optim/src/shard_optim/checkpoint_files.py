@@ -129,9 +129,7 @@ def agreed(
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """The tensors, each of which the ranks give exactly once, and small values of all ranks.
 
-    Raises:
-        ValueError: if ranks give different dtypes or shapes, or do not cover a tensor once; the
-            same on every rank, because all check the same.
+    All check the same, so a ValueError for tensors that do not fit is raised on every rank.
     """
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
@@ -260,10 +258,10 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
             raise ValueError(f"the checksum of {folder / METADATA} differs")
         tensors = {key: _stored(key, entry) for key, entry in content["tensors"].items()}
         values = {key: decode(value) for key, value in content["values"].items()}
-        saved = content["saved"] if old else ()
     except Exception as error:  # damaged instructions can make anything of a pickle's stack
         raise _damaged(path, error) from error
-    values |= {key: _saved_value(folder, key, tensors.pop(key)) for key in saved}
+    if old:
+        values = {key: _saved_value(folder, key, tensors.pop(key)) for key in values}
     return tensors, values, hashlib.sha256(data + metadata).hexdigest()
 
 
@@ -386,11 +384,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _translated(metadata: bytearray, crc_of: Mapping[str, int]) -> dict[str, Any]:
-    """What ``contents.json`` would hold, without values, and ``saved``, the keys of these.
+    """What ``contents.json`` would hold, with None for every value.
 
-    A value is described as a tensor of the bytes that ``torch.save`` wrote.
+    A value is described as a tensor too, of the bytes that ``torch.save`` wrote.
     """
-
     top = _PlainUnpickler(io.BytesIO(metadata)).load()
     parts_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for index, info in top.storage_data.items():
@@ -404,22 +401,23 @@ def _translated(metadata: bytearray, crc_of: Mapping[str, int]) -> dict[str, Any
             "crc32": crc_of[f"{index.fqn} {','.join(map(str, offsets))}"],
         }
         parts_of[index.fqn].append(part)
-    tensors, saved = {}, []
+    tensors: dict[str, Any] = {}
+    values: dict[str, None] = {}
     for key, entry in top.state_dict_metadata.items():
         parts = sorted(parts_of[key], key=itemgetter("first"))
         if type(entry).__name__ == "BytesStorageMetadata":
-            saved.append(key)
+            values[key] = None
             # A longer value is refused as a tensor that takes too many bytes.
             dtype, shape = "uint8", [min(parts[0]["length"], _MOST_BYTES)]
         else:
             dtype, shape = entry.properties.state[0].__name__, [*entry.size.args[0]]
-        # Each part ends where the next one begins, or its bytes would be too many or too few.
+        # A part ends where the next one begins; a gap shows as too few or too many bytes of one.
         end = math.prod(shape)
         for part in reversed(parts):
             part["count"], end = end - part["first"], part["first"]
-        parts = [part for part in parts if part["count"] or key in saved]
+        parts = [part for part in parts if part["count"] or key in values]
         tensors[key] = {"dtype": dtype, "shape": shape, "parts": parts}
-    return {"tensors": tensors, "values": {}, "saved": saved}
+    return {"tensors": tensors, "values": values}
 
 
 def _saved_value(folder: Path, key: str, item: StoredTensor) -> Any:

@@ -346,13 +346,14 @@ class _Table:
 
     @torch.no_grad()
     def take(self, key: str, elements: Tensor) -> None:
-        """Copies what was loaded, and has been compared, into the model; moments wait."""
+        """Copies elements that were loaded into the model; moments are kept for ``install``."""
         part, place = self.parts[_part_of(key)], self.places[key]
         if isinstance(part, _ModelState):
             part.by_key[key].tensor.copy_(place.shaped(elements))
         elif place.held:
-            whole = elements.untyped_storage().nbytes() > elements.nbytes  # is not kept
-            self._moments[key] = place.shaped(elements).to("cpu", copy=whole)
+            # Memory of a whole tensor is not kept.
+            copy = elements.untyped_storage().nbytes() > elements.nbytes
+            self._moments[key] = place.shaped(elements).to("cpu", copy=copy)
 
     def install(self) -> None:
         """Makes the moments and small values that were loaded this rank's: the end of a load."""
@@ -367,10 +368,12 @@ class _ModelState:
         # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
         found = module.state_dict(prefix="whole.", keep_vars=True)
         self._named = {name.removeprefix("whole."): value for name, value in found.items()}
-        tensors = {f"model.{name}": param for name, param in module.named_parameters()}
-        buffers = {name: buffer for name, buffer in module.named_buffers() if name in self._named}
+        tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in module.named_parameters()}
+        for name, buffer in module.named_buffers():
+            if name in self._named:
+                tensors[f"buffer.{name}"] = buffer
         self.by_key: dict[str, Row] = {}
-        for key, tensor in (tensors | {f"buffer.{name}": b for name, b in buffers.items()}).items():
+        for key, tensor in tensors.items():
             known = sharded_of(tensor)
             place = replicated_place(key, tensor) if known is None else known.place
             self.by_key[key] = Row(place=place, tensor=tensor)
