@@ -216,7 +216,7 @@ def load_the_first(rank, world_size, folder):
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     load(f"{folder}/0", model, optimizer)
     assert next(iter(optimizer.state.values()))["step"] == 1
-    with pytest.raises(FileNotFoundError, match="saved completely"):
+    with pytest.raises(FileNotFoundError, match="which a save writes last"):
         load(f"{folder}/1", model, optimizer)
 
 

@@ -18,7 +18,7 @@ from shard_optim import (
 from whole_state import load_whole_model, load_whole_optimizer
 
 NOT_WRAPPED = "model must be a FullyShardedDataParallel, but got Net. Pass the wrapper itself"
-NO_OPTIMIZER = "optimizer must be a torch.optim.Optimizer, but got"
+NO_OPTIMIZER = "optimizer must be a ShardedOptimizer, or a torch.optim.Optimizer over .*, but got"
 NOT_THE_MODELS = r"optimizer must hold parameters of the sharded model only.*parameters\(\)"
 NO_PATH = "folder must be a path, but got 3. Pass the same one on every rank"
 
@@ -99,7 +99,7 @@ def check_functions(rank, world_size, folder):
         (TypeError, NO_PATH, lambda: load(3, model, optimizer)),
         (
             FileNotFoundError,
-            "must have been saved completely",
+            "which a save writes last, is missing",
             lambda: load(f"{folder}/nothing", model, optimizer),
         ),
         (TypeError, NOT_WRAPPED, lambda: full_state(plain, theirs)),
@@ -161,10 +161,13 @@ def check_wrong_full_states(rank, world_size):
     groups = optimizer.state_dict()["param_groups"]
     for wrong, text in (
         ([1], "got list without state and param_groups"),
-        ({"state": {0: 3}, "param_groups": groups}, "are not those of"),
-        ({"state": [3], "param_groups": groups}, "are not those of"),
-        ({"state": {}, "param_groups": [1]}, "are not those of"),
-        ({"state": {99: {}}, "param_groups": groups}, "state of parameter 99 where there are"),
+        ({"state": {0: 3}, "param_groups": groups}, "without state and param_groups"),
+        ({"state": [3], "param_groups": groups}, "without state and param_groups"),
+        ({"state": {}, "param_groups": [1]}, "without state and param_groups"),
+        (
+            {"state": {99: {}}, "param_groups": groups},
+            "state of parameter 99, which is .*in none of its groups",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             load_whole_optimizer(optimizer, only_on_the_first(rank, wrong))

@@ -167,14 +167,17 @@ def check_refusals(rank, world_size):
         assert str(before) == str(optimizer.state_dict())
 
     refused("must hold 'state' and 'param_groups', but got list", lambda d: [1])
-    refused("has 1 groups, the optimizer 2", lambda d: d["param_groups"].pop() and None)
+    refused("the number of groups is 1 in it, here 2", lambda d: d["param_groups"].pop() and None)
     refused(
-        "group 0 has 2 parameters, the optimizer's 3",
+        "parameters of group 0 is 2 in it, here 3",
         lambda d: d["param_groups"][0]["params"].pop() and None,
     )
-    refused("another optimizer class", lambda d: d["param_groups"][0].pop("betas") and None)
     refused(
-        "decoupled_weight_decay=False",
+        "the set of hyperparameters of group 0 is",
+        lambda d: d["param_groups"][0].pop("betas") and None,
+    )
+    refused(
+        "decoupled_weight_decay of group 0 is False in it, here True",
         lambda d: d["param_groups"][0].update(decoupled_weight_decay=False),
     )
     refused(

@@ -6,17 +6,16 @@ A folder holds one file of tensors for each rank that wrote, ``__R_0.distcp``, a
   that it is stored in, each with its place, its length and its CRC-32; and every small value. Its
   second line is the CRC-32 of its first.
 - ``.metadata``, a pickle for the tools of ``torch.distributed.checkpoint`` (DCP), which see each
-  tensor as a vector. It is written last, so its presence means that the folder is complete. Only
-  folders from before ``contents.json`` are described by it alone.
+  tensor as a vector. It is written last, so its presence means that the folder is complete.
 
 Reading builds plain data only. Before memory is taken for a tensor, the description has been
 checked: parts cover each tensor exactly once, files are regular files inside the folder, and a part
 is as long as its elements need. The ranks compare which checkpoint each of them has read.
 
-In the pickle of an old folder no name is looked up: where it would make an object, ``_Made`` only
-says what would have been called with which arguments. So a stranger's file reaches no class and no
-function. Small values of old folders are read by ``torch.load(weights_only=True)``, which makes
-numbers, strings, containers and tensors only.
+Folders from before ``contents.json`` are described by the pickle, and by ``checksums.json``. No
+name in the pickle is looked up, so it reaches no class and no function: where it would make an
+object, ``_Made`` keeps the arguments. Their small values are read by
+``torch.load(weights_only=True)``, which makes numbers, strings, containers and tensors only.
 """
 
 from __future__ import annotations
@@ -29,50 +28,36 @@ import os
 import pickle
 import re
 import stat
-import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import attrgetter
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shard_optim.json_messages import decode, encode, from_bytes
+from shard_optim.json_messages import decode, encode
 from shard_optim.mesh import on_every_rank
 from shard_optim.place import Row
 
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 CONTENTS = "contents.json"
 
-# By key the dtype and shape of a tensor, and the fields of the ``Part`` that a rank gives, without
-# their names, because ranks exchange plans; in memory the first two.
-Plan = Mapping[str, Sequence[Any]]
-
-_FILE = "__{}_0.distcp"
-
-# Bytes of the largest description.
+# Bytes of the largest description, and of the largest small value of an old folder.
 _MOST_BYTES = 256 * 1024**2
-
-# Bytes of a file in memory while its checksum is computed.
-_CHUNK_BYTES = 16 * 1024**2
 
 # Bytes that the container of one stored tensor may need beside the tensor's elements.
 _MOST_OVERHEAD = 64 * 1024
 
 # torch.save makes an archive of entries, each after a header: a signature, 4 bytes, 0 for "not
 # compressed", 16 bytes, the lengths of the name and of what follows it, and both.
-_ELEMENTS = re.compile(rb"PK\x03\x04.{4}\0\0.{16}(....)[^/]{1,99}/data/0", re.DOTALL)
-_HEADER_BYTES = 30
+_ELEMENTS = re.compile(rb"PK\x03\x04.{4}\0\0.{18}(..)[^/]{1,99}/data/0", re.DOTALL)
 _BYTE_ORDER = re.compile(rb"/byteorder(?:FB..Z*)?(little|big)", re.DOTALL)  # "FB": padding
-
-# The largest of a parameter's small values, which is a dictionary of numbers.
-_MOST_VALUE_BYTES = 16 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -93,15 +78,14 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: list[Part] = field(default_factory=list)
 
     def gap(self) -> str | None:
-        """How the parts, in ascending order, fail to cover the tensor exactly once, or None."""
+        """How the parts fail to cover the tensor exactly once, or None."""
         numel, end = math.prod(self.shape), 0
-        for part in self.parts:
+        for part in sorted(self.parts, key=attrgetter("first")):
             if part.first != end or part.count <= 0:
-                span = f"[{part.first}, +{part.count})"
-                return f"its parts meet badly at element {end} of {numel}: one is {span}"
+                return f"one of {part.count} elements begins at {part.first}, not at {end}"
             end += part.count
         return None if end == numel else f"its parts end at element {end} of {numel}"
 
@@ -110,13 +94,13 @@ class StoredTensor:
 
 
 def write_folder(
-    folder: str | Path,
+    folder: Path,
     rows: Mapping[str, Row],
     values: Mapping[str, Any],
     rank: int,
     gather: Callable[[str, Any], list[Any]],
 ) -> None:
-    """Writes a new checkpoint. Collective; the folder becomes one at the very end.
+    """Writes a new checkpoint; the folder becomes one at the very end. Collective.
 
     Args:
         folder: the same on every rank. It must not hold a checkpoint.
@@ -124,11 +108,8 @@ def write_folder(
         values: what ``encode`` accepts, by key. The first rank that gives a key counts.
         rank: of this process among those that write.
         gather: given words for errors and a value, returns every rank's.
-
-    Raises:
-        CollectiveError: on every rank, if one of them failed.
     """
-    folder, words = Path(folder), "saving a checkpoint"
+    words = "saving a checkpoint"
 
     def write() -> Any:
         folder.mkdir(parents=True, exist_ok=True)
@@ -144,34 +125,27 @@ def write_folder(
 
 
 def agreed(
-    given: Sequence[tuple[Plan, Mapping[str, Any]]],
+    given: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]],
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """The tensors, each of which the ranks give exactly once, and small values of all ranks.
 
-    Every rank checks the same plans, so every rank raises the same error.
-
-    Raises:
-        ValueError: if ranks give different dtypes or shapes, or do not cover a tensor once.
+    All check the same, so a ValueError for tensors that do not fit is raised on every rank.
     """
-    kinds: dict[str, Any] = {}
-    parts: dict[str, list[Part]] = {}
+    tensors: dict[str, StoredTensor] = {}
     values: dict[str, Any] = {}
     for rank, (plan, small) in enumerate(given):
         values = {**small, **values}
         for key, (dtype, shape, *part) in plan.items():
-            if kinds.setdefault(key, (dtype, shape)) != (dtype, shape):
+            known = tensors.setdefault(key, StoredTensor(dtype, shape))
+            if (known.dtype, known.shape) != (dtype, shape):
                 raise ValueError(
                     f"every rank must hold {key} with the same dtype and shape, but rank {rank} "
-                    f"has {dtype} {tuple(shape)} where another has {kinds[key]}. Build the same "
-                    "model and optimizer on every rank"
+                    f"has {dtype} {shape} where another has {known.dtype} {known.shape}. Build the "
+                    "same model and optimizer on every rank"
                 )
-            parts.setdefault(key, []).extend([Part(*part)] if part[1] else [])
-    tensors = {}
-    for key, found in parts.items():
-        dtype, shape = kinds[key]
-        ordered = tuple(sorted(found, key=lambda part: part.first))
-        tensors[key] = StoredTensor(dtype, shape, ordered)
-        if problem := tensors[key].gap():
+            known.parts.extend([Part(*part)] if part[1] else [])
+    for key, tensor in tensors.items():
+        if problem := tensor.gap():
             raise ValueError(
                 f"the ranks must hold every element of {key} exactly once, but {problem}. Build "
                 "the same model and optimizer on every rank, and step it on every rank or on none"
@@ -179,15 +153,25 @@ def agreed(
     return tensors, values
 
 
-def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> Plan:
-    """Writes one rank's file."""
+def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, list[Any]]:
+    """Writes one rank's file.
+
+    Returns:
+        By key the dtype and shape of a tensor, and the fields of its ``Part``: without their names,
+        because ranks exchange this.
+    """
     plan: dict[str, list[Any]] = {}
-    name = _FILE.format(rank)
+    name, container = f"__{rank}_0.distcp", io.BytesIO()
     with (folder / name).open("wb") as file:
         for key, row in rows.items():
             plan[key] = [*row.described]
             if row.place.span[1]:
-                plan[key] += [name, *_write_elements(file, row.flat)]
+                container.seek(0)
+                # A copy, because torch.save would write everything that shares its memory.
+                torch.save(row.flat.to("cpu", copy=True).contiguous(), container)
+                with container.getbuffer()[: container.tell()] as data:
+                    plan[key] += [name, file.tell(), len(data), zlib.crc32(data)]
+                    file.write(data)
         file.flush()
         os.fsync(file.fileno())
     return plan
@@ -202,7 +186,7 @@ def _write_descriptions(
         "metadata_crc32": zlib.crc32(metadata),
         "tensors": {
             key: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "dtype": encode(tensor.dtype)["torch"],
                 "shape": tensor.shape,
                 "parts": [vars(part) for part in tensor.parts],
             }
@@ -246,27 +230,6 @@ def _torch_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
     return pickle.dumps(metadata.Metadata(described, planner_data={}, storage_data=stored_at))
 
 
-class _Checksummed:
-    """A file that is being written, and the CRC-32 of what has been written through this object."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.flush, self._file = file.flush, file
-        self.crc32 = 0
-
-    def write(self, data: Any) -> int:
-        """Writes bytes and takes them into the checksum."""
-        self.crc32 = zlib.crc32(data, self.crc32)
-        return self._file.write(data)
-
-
-def _write_elements(file: BinaryIO, elements: Tensor) -> tuple[int, int, int]:
-    """Writes a vector; returns the offset, length and CRC-32 of its container."""
-    stream, offset = _Checksummed(file), file.tell()
-    # A copy, because torch.save would write everything that shares its memory.
-    torch.save(elements.to("cpu", copy=True).contiguous(), stream)  # type: ignore[arg-type]
-    return offset, file.tell() - offset, stream.crc32
-
-
 # --- reading ---------------------------------------------------------------------------------
 
 
@@ -279,34 +242,44 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
 
     Raises:
         FileNotFoundError: if the folder holds no complete checkpoint.
-        ValueError: if its description is damaged or impossible.
+        ValueError: if its description is damaged, or one that no save writes.
     """
-    if not (folder / METADATA).exists():
-        raise FileNotFoundError(
-            f"a checkpoint must have been saved completely, but {folder} lacks {METADATA}. Load an "
-            "earlier one"
-        )
     old = not os.path.lexists(folder / CONTENTS)
-    described = folder / (METADATA if old else CONTENTS)
-    content, data = _translated(folder) if old else _read_checksummed(described)
-    metadata = _read_small(folder / METADATA)
+    path = folder / ("checksums.json" if old else CONTENTS)
+    metadata, data = _read(folder / METADATA), _read(path)
     try:
-        tensors = {
-            key: StoredTensor(
-                dtype=_dtype_named(entry["dtype"]),
-                shape=tuple(entry["shape"]),
-                parts=tuple(Part(**part) for part in entry["parts"]),
-            )
-            for key, entry in content["tensors"].items()
-        }
+        line, crc32 = data.decode().splitlines()
+        content = json.loads(line)
+        if int(crc32) != zlib.crc32(line.encode()):
+            raise ValueError("its checksum differs")
+        if old:
+            content = _translated(metadata, content["items"])
+        elif content["metadata_crc32"] != zlib.crc32(metadata):
+            raise ValueError(f"the checksum of {folder / METADATA} differs")
+        tensors = {key: _stored(key, entry) for key, entry in content["tensors"].items()}
         values = {key: decode(value) for key, value in content["values"].items()}
-        expected = content["metadata_crc32"]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(described, error) from error
-    if expected != zlib.crc32(metadata):
-        raise _damaged(folder / METADATA, "its checksum differs")
-    _check_tensors(folder, tensors)
-    return tensors, values, hashlib.sha256(data).hexdigest()
+    except Exception as error:  # damaged instructions can make anything of a pickle's stack
+        raise _damaged(path, error) from error
+    if old:
+        values = {key: _saved_value(folder, key, tensors.pop(key)) for key in values}
+    return tensors, values, hashlib.sha256(data + metadata).hexdigest()
+
+
+def _stored(key: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """A tensor by its entry in a description; an error for one that no save writes."""
+    parts = [Part(**part) for part in entry["parts"]]
+    tensor = StoredTensor(decode({"torch": entry["dtype"]}), tuple(entry["shape"]), parts)
+    numbers = [n for part in parts for n in (vars(part) | {"file": 0}).values()]
+    if not all(type(n) is int and 0 <= n < 2**62 for n in (*tensor.shape, *numbers)):
+        raise ValueError(f"{key} has sizes that are no counts")
+    if problem := tensor.gap():
+        raise ValueError(f"{key} is not stored exactly once, because {problem}")
+    for part in parts:
+        if part.file in ("", "..") or Path(part.file).name != part.file:
+            raise ValueError(f"it names {part.file!r}, not inside the folder")
+        if not 0 <= part.length - part.count * tensor.dtype.itemsize <= _MOST_OVERHEAD:
+            raise ValueError(f"{key} takes {part.length} bytes")
+    return tensor
 
 
 def _damaged(path: Path, reason: object) -> ValueError:
@@ -317,163 +290,89 @@ def _damaged(path: Path, reason: object) -> ValueError:
     )
 
 
-def _dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name; ValueError if there is none."""
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"it names the dtype {name!r}")
-    return dtype
-
-
-def _are_counts(numbers: Iterable[Any]) -> bool:
-    """Whether all are numbers that a size, a place in a file or a checksum can be."""
-    return all(type(number) is int and 0 <= number < 2**62 for number in numbers)
-
-
-def _check_tensors(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses descriptions that no save writes, before any tensor takes memory.
-
-    Raises:
-        FileNotFoundError: if a rank's file is missing.
-        ValueError: for anything else.
-    """
-    sizes: dict[str, int] = {}
-    for key, tensor in tensors.items():
-        numbers = [*tensor.shape]
-        for part in tensor.parts:
-            numbers += [part.first, part.count, part.offset, part.length, part.crc32]
-        if not _are_counts(numbers):
-            raise _damaged(folder, f"{key} has sizes that are no counts")
-        if problem := tensor.gap():
-            raise _damaged(folder, f"{key} is not stored exactly once, because {problem}")
-        for part in tensor.parts:
-            name = part.file
-            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-                raise _damaged(folder, f"it names {name!r}, not inside the folder")
-            if name not in sizes:
-                with _open_regular(folder / name) as file:
-                    sizes[name] = os.fstat(file.fileno()).st_size
-            if part.offset + part.length > sizes[name]:
-                raise _damaged(folder / name, f"it ends before {key} does")
-            overhead = part.length - part.count * tensor.dtype.itemsize
-            if not 0 <= overhead <= _MOST_OVERHEAD:
-                raise _damaged(folder / name, f"{key} takes {part.length} bytes")
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    """Opens a file for reading without waiting.
+def _read(path: Path, offset: int = 0, length: int | None = None) -> bytearray:
+    """Bytes of a regular file, which is opened without waiting; by default all of a small one.
 
     Raises:
         FileNotFoundError: naming the file, which a rank of the run that saved has written.
-        ValueError: for a pipe, a device or anything else that may have no end.
+        ValueError: for a pipe, a device or anything else that may have no end, or too few bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         writer = path.name.removeprefix("__").partition("_")[0]
         whose = f", which rank {writer} of the run that saved wrote" if writer.isdigit() else ""
+        whose = ", which a save writes last" if path.name == METADATA else whose
         raise FileNotFoundError(
             f"a checkpoint must have all its files, but {path}{whose}, is missing. Copy the whole "
             "folder, or load an earlier checkpoint"
         ) from None
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise _damaged(path, "it is no regular file")
-    return os.fdopen(descriptor, "rb")
-
-
-def _read_small(path: Path) -> bytes:
-    """A whole regular file of at most ``_MOST_BYTES``; ValueError for any other."""
-    with _open_regular(path) as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise _damaged(path, f"it is larger than {_MOST_BYTES} bytes")
+    with os.fdopen(descriptor, "rb") as file:
+        if length is None and status.st_size > _MOST_BYTES:
+            raise _damaged(path, f"it is larger than {_MOST_BYTES} bytes")
+        length = status.st_size if length is None else length
+        if offset + length > status.st_size:
+            raise _damaged(path, f"it ends before byte {offset + length}")
+        data = bytearray(length)
+        file.seek(offset)
+        file.readinto(data)
     return data
 
 
-def _read_checksummed(path: Path) -> tuple[Any, bytes]:
-    """The JSON in the first of two lines, whose CRC-32 is the second, and all bytes.
-
-    Raises:
-        ValueError: if the file is damaged.
-    """
-    data = _read_small(path)
-    try:
-        line, own = data.decode().splitlines()
-        if zlib.crc32(line.encode()) != int(own):
-            raise ValueError("its checksum differs")
-        return json.loads(line), data
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
-
-
-@contextmanager
-def _open_part(folder: Path, key: str, part: Part) -> Iterator[BinaryIO]:
-    """Opens a file at the beginning of a part's container; ValueError if that is damaged."""
-    path = folder / part.file
-    with _open_regular(path) as file:
-        file.seek(part.offset)
-        crc32, left = 0, part.length
-        while left > 0 and (chunk := file.read(min(left, _CHUNK_BYTES))):
-            crc32, left = zlib.crc32(chunk, crc32), left - len(chunk)
-        if crc32 != part.crc32:
-            raise _damaged(path, f"the checksum of {key} differs")
-        file.seek(part.offset)
-        yield file
+def _read_part(folder: Path, key: str, part: Part) -> bytearray:
+    """The container of a part; ValueError if it is not as it was written."""
+    container = _read(folder / part.file, part.offset, part.length)
+    if zlib.crc32(container) != part.crc32:
+        raise _damaged(folder / part.file, f"the checksum of {key} differs")
+    return container
 
 
 def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, count: int) -> Tensor:
     """Elements ``[first, first + count)`` of a stored tensor; ValueError if a file is damaged."""
-    size = tensor.dtype.itemsize
-    memory = bytearray(count * size)
-    for part in tensor.parts:
+    found = [torch.empty(0, dtype=tensor.dtype, device="cpu")]
+    for part in sorted(tensor.parts, key=attrgetter("first")):
         begin, end = max(first, part.first), min(first + count, part.first + part.count)
-        if begin >= end:
-            continue
-        with _open_part(folder, key, part) as file:
-            start = _start_of_elements(file.read(min(part.length, _MOST_OVERHEAD)))
-            if start is None or start + part.count * size > part.length:
+        if begin < end:
+            vector = _stored_vector(_read_part(folder, key, part), tensor.dtype, part.count)
+            if vector is None:
                 raise _damaged(folder / part.file, f"{key} is not stored as torch.save() stores it")
-            file.seek(part.offset + start + (begin - part.first) * size)
-            target = memoryview(memory)[(begin - first) * size : (end - first) * size]
-            if file.readinto(target) != len(target):  # type: ignore[attr-defined]
-                raise _damaged(folder / part.file, f"it ends before {key} does")
-    return from_bytes(memory, tensor.dtype)
+            found.append(vector[begin - part.first : end - part.first])
+    return torch.cat(found)
 
 
-def _start_of_elements(head: bytes) -> int | None:
-    """Where the elements begin, uncompressed and in this machine's byte order; else None.
+def _stored_vector(container: bytearray, dtype: torch.dtype, count: int) -> Tensor | None:
+    """The vector that ``torch.save`` wrote, without unpickling.
 
-    Args:
-        head: the first bytes of what ``torch.save`` writes for a vector.
+    None if its elements are compressed, incomplete, or not in this machine's byte order.
     """
-    entry, order = _ELEMENTS.search(head), _BYTE_ORDER.search(head)
-    if entry is None or (order is not None and order[1].decode() != sys.byteorder):
+    entry = _ELEMENTS.search(container, 0, _MOST_OVERHEAD)
+    order = _BYTE_ORDER.search(container, 0, _MOST_OVERHEAD)
+    if entry is None or (order is not None and order[1] != sys.byteorder.encode()):
         return None
-    name, extra = struct.unpack("<HH", entry[1])
-    return entry.start() + _HEADER_BYTES + int(name) + int(extra)
+    start = entry.end() + int.from_bytes(entry[1], "little")
+    if start + count * dtype.itemsize > len(container):
+        return None
+    return torch.frombuffer(container, dtype=dtype, count=count, offset=start)
 
 
 # --- folders from before contents.json -------------------------------------------------------
 
 
 class _Made:
-    """Stands for an object that a pickle describes and nobody makes: its arguments and its state.
+    """An object that a pickle describes and nobody makes: its arguments and its attributes.
 
     Each name in a pickle becomes a subclass of this one, so that unpickling can only make these.
     """
 
-    name = ""
-    args: tuple[Any, ...]
-    state: Any = None
-
-    def __new__(cls, *args: Any) -> _Made:
-        made = super().__new__(cls)
-        made.args = args
-        return made
+    def __init__(self, *args: Any) -> None:
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
-        self.state = state
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -481,78 +380,54 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> type[_Made]:
         """A class of its own for each name."""
-        return type("_Made", (_Made,), {"name": name})
+        return type(name, (_Made,), {})
 
 
-def _translated(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """What ``contents.json`` would hold, and the bytes of the files that tell it.
+def _translated(metadata: bytearray, crc_of: Mapping[str, int]) -> dict[str, Any]:
+    """What ``contents.json`` would hold, with None for every value.
 
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ValueError: if a file is damaged.
+    A value is described as a tensor too, of the bytes that ``torch.save`` wrote.
     """
-    data = _read_small(folder / METADATA)
-    checksums, lines = _read_checksummed(folder / "checksums.json")
-    try:
-        top = _PlainUnpickler(io.BytesIO(data)).load().state
-        tensors, places = _described(top, checksums["items"])
-    except Exception as error:  # damaged instructions can make anything of the stack
-        raise _damaged(folder / METADATA, error) from error
-    values = {key: encode(_saved_value(folder, key, part)) for key, part in places.items()}
-    content = {"metadata_crc32": zlib.crc32(data), "tensors": tensors, "values": values}
-    return content, data + lines
-
-
-def _described(
-    top: Mapping[str, Any], crc_of: Mapping[str, int]
-) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The tensors as ``contents.json`` describes them, and where the small values are, by key."""
-
-    def numbers(size: _Made | None) -> tuple[int, ...]:
-        return tuple(size.args[0]) if size else ()
-
-    stored_at = {
-        (index.state["fqn"], numbers(index.state.get("offset"))): info.state
-        for index, info in top["storage_data"].items()
-    }
-
-    def part(key: str, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Part:
-        if len(sizes) != 1 and any(offsets):
-            raise ValueError(f"{key} is stored in blocks")
-        found = stored_at[key, offsets]
-        crc32 = crc_of[f"{key} {','.join(map(str, offsets))}"]
-        where = found["offset"], found["length"], crc32
-        if not _are_counts(where):
-            raise ValueError(f"{key} has sizes that are no counts")
-        name = Path(found["relative_path"]).name
-        return Part(sum(offsets), math.prod(sizes), name, *where)
-
-    tensors, places = {}, {}
-    for key, entry in top["state_dict_metadata"].items():
-        if entry.name == "BytesStorageMetadata":
-            places[key] = part(key)
-            continue
-        chunks = [chunk.state for chunk in entry.state["chunks"]]
-        parts = [part(key, numbers(c["offsets"]), numbers(c["sizes"])) for c in chunks]
-        tensors[key] = {
-            "dtype": entry.state["properties"].state[0].name,
-            "shape": numbers(entry.state["size"]),
-            "parts": [vars(p) for p in sorted(parts, key=attrgetter("first")) if p.count],
+    top = _PlainUnpickler(io.BytesIO(metadata)).load()
+    parts_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for index, info in top.storage_data.items():
+        offset = vars(index).get("offset")
+        offsets = offset.args[0] if offset else ()
+        part = {
+            "first": sum(offsets),
+            "file": Path(info.relative_path).name,
+            "offset": info.offset,
+            "length": info.length,
+            "crc32": crc_of[f"{index.fqn} {','.join(map(str, offsets))}"],
         }
-    return tensors, places
+        parts_of[index.fqn].append(part)
+    tensors: dict[str, Any] = {}
+    values: dict[str, None] = {}
+    for key, entry in top.state_dict_metadata.items():
+        parts = sorted(parts_of[key], key=itemgetter("first"))
+        if type(entry).__name__ == "BytesStorageMetadata":
+            values[key] = None
+            # A longer value is refused as a tensor that takes too many bytes.
+            dtype, shape = "uint8", [min(parts[0]["length"], _MOST_BYTES)]
+        else:
+            dtype, shape = entry.properties.state[0].__name__, [*entry.size.args[0]]
+        # A part ends where the next one begins; a gap shows as too few or too many bytes of one.
+        end = math.prod(shape)
+        for part in reversed(parts):
+            part["count"], end = end - part["first"], part["first"]
+        parts = [part for part in parts if part["count"] or key in values]
+        tensors[key] = {"dtype": dtype, "shape": shape, "parts": parts}
+    return {"tensors": tensors, "values": values}
 
 
-def _saved_value(folder: Path, key: str, part: Part) -> Any:
+def _saved_value(folder: Path, key: str, item: StoredTensor) -> Any:
     """What ``torch.save`` wrote: numbers, strings, containers and small tensors."""
-    path = folder / part.file
-    if part.length > _MOST_VALUE_BYTES:
-        raise _damaged(path, f"{key} takes {part.length} bytes")
-    with _open_part(folder, key, part) as file:
-        saved = io.BytesIO(file.read(part.length))
+    part = item.parts[0]
+    saved = io.BytesIO(_read_part(folder, key, part))
     try:
         if any(entry.compress_type for entry in zipfile.ZipFile(saved).infolist()):
             raise ValueError("its archive is compressed")
         saved.seek(0)
         return torch.load(saved, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise _damaged(path, f"{key}: {error}") from error
+        raise _damaged(folder / part.file, f"{key}: {error}") from error

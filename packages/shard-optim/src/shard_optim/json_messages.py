@@ -7,6 +7,7 @@ can run code, and the former need NumPy, which torch does not require.
 from __future__ import annotations
 
 import base64
+import ctypes
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,20 +19,17 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def encode(value: Any) -> Any:
-    """Converts a value to what JSON can hold.
+    """Converts a value to what JSON can hold; TypeError for any that is not listed here.
 
     Args:
         value: None, a bool, number or string; a tensor; a dtype, layout or memory format; or a
             list, tuple, ``torch.Size`` or dictionary of these.
-
-    Raises:
-        TypeError: for anything else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous().view(-1)
-        data = base64.b64encode(tensor_bytes(flat)).decode()
+        held = value.detach().cpu().contiguous()
+        data = base64.b64encode(ctypes.string_at(held.data_ptr(), held.nbytes)).decode()
         return {"tensor": data, "dtype": encode(value.dtype), "shape": list(value.shape)}
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
@@ -54,8 +52,13 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
-        data = bytearray(base64.b64decode(value["tensor"]))
-        return from_bytes(data, decode(value["dtype"])).view(value["shape"])
+        data, dtype = bytearray(base64.b64decode(value["tensor"])), decode(value["dtype"])
+        flat = (
+            torch.frombuffer(data, dtype=dtype)
+            if data
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
+        return flat.view(value["shape"])
     if "torch" in value:
         constant = getattr(torch, value["torch"])
         if not isinstance(constant, _CONSTANTS):
@@ -64,18 +67,3 @@ def decode(value: Any) -> Any:
     if "dict" in value:
         return {decode(k): decode(v) for k, v in value["dict"]}
     return tuple(decode(value["tuple"])) if "tuple" in value else torch.Size(value["Size"])
-
-
-def tensor_bytes(values: Tensor) -> bytearray:
-    """The memory of a contiguous vector on the CPU, copied."""
-    memory = bytearray(values.nbytes)
-    if memory:  # frombuffer refuses an empty one
-        torch.frombuffer(memory, dtype=torch.uint8).copy_(values.view(torch.uint8))
-    return memory
-
-
-def from_bytes(memory: bytearray, dtype: torch.dtype) -> Tensor:
-    """The memory as a vector."""
-    if not memory:
-        return torch.empty(0, dtype=dtype, device="cpu")
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_lite.ranks import Ranks, all_gather_json, broadcast, name_ranks, resolve_group
 from shard_optim.communication import CollectiveError, as_sent
-from shard_optim.json_messages import decode, encode, from_bytes, tensor_bytes
+from shard_optim.json_messages import decode, encode
 
 
 class Mesh:
@@ -86,9 +86,12 @@ class Mesh:
         text = bytearray(json.dumps(value if self.first else None).encode())
         size = torch.tensor([len(text)], device=self.shards.device)
         self.broadcast(what, size)
-        data = from_bytes(text.ljust(int(size)), torch.uint8)[: int(size)].to(self.shards.device)
-        self.broadcast(what, data)
-        return json.loads(tensor_bytes(data.cpu()))
+        text = text.ljust(int(size))[: int(size)]  # memory that both torch and Python can use
+        values = torch.frombuffer(text, dtype=torch.uint8)
+        sent = values.to(self.shards.device)
+        self.broadcast(what, sent)
+        values.copy_(sent)
+        return json.loads(text)
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Every rank's JSON value, in the order of ``everyone``; tuples have become lists."""
@@ -111,11 +114,7 @@ def attempt(call: Callable[[], Any]) -> list[Any]:
     try:
         return ["", "", encode(call())]
     except Exception as error:  # noqa: BLE001 - raised by ``outcomes``, on every rank
-        cause: BaseException | None = error
-        # On a full disk torch.save() raises for a position in the file after the system's error.
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        return [type(cause or error).__name__, str(cause or error), None]
+        return [type(error).__name__, str(error), None]
 
 
 def outcomes(what: str, attempts: Sequence[Sequence[Any]]) -> list[Any]:

@@ -33,7 +33,7 @@ from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
-from shard_optim.optimizer_state import check_own_moments, check_state_dict, install
+from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import (
     ORIGIN,
     check_loaded,
@@ -523,15 +523,14 @@ class ShardedOptimizer(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, given)
             given = given if replaced is None else replaced
-        problem = None
+        problem, own = None, OptimizerState(self)
         try:
-            check_state_dict(given)
-            check_own_moments(by_number(given), self.local.places(), self.param_groups)
+            own.check_part(given)
         except ValueError as error:
             problem = str(error)
         self.wait()
         check_loaded(self.mesh, [(given.get(ORIGIN), self._origin())], problem=problem)
-        install(self.local, self.param_groups, by_number(given), given["param_groups"])
+        own.install_part(by_number(given), given["param_groups"])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

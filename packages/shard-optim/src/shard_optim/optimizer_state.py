@@ -7,7 +7,6 @@ keys: one function compares both with the optimizer.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import re
 from collections import defaultdict
@@ -21,7 +20,7 @@ from torch.optim import Optimizer
 from shard_optim.checkpoint_files import StoredTensor
 from shard_optim.fully_sharded.own_shards import StatesOfShards
 from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
-from shard_optim.parameter_groups import Groups, all_params, by_number, name_of
+from shard_optim.parameter_groups import Groups, all_params, by_number
 from shard_optim.place import Place, Row
 from shard_optim.shard_update import MASTER, LocalOptimizer, pack_groups, settings_of
 
@@ -42,17 +41,15 @@ class OptimizerState:
             shards = StatesOfShards(self._groups, optimizer)
         self._shards = shards
         self._places = self._shards.places()  # by parameter's number; frozen ones may have none
-        self._taken: dict[str, Tensor] = {}
 
     def header(self) -> dict[str, Any]:
         """The same for every number of ranks, and for shards as for whole parameters."""
-        sizes = [
-            self._places[index].size if index in self._places else param.shape
-            for index, param in enumerate(all_params(self._groups))
-        ]
+        params = enumerate(all_params(self._groups))
         return {
             "optimizer": self._cls.__qualname__,
-            "shapes": [tuple(size) for size in sizes],
+            "shapes": [
+                tuple(self._places[i].size if i in self._places else p.shape) for i, p in params
+            ],
             "param_groups": pack_groups(self._groups),
         }
 
@@ -61,20 +58,20 @@ class OptimizerState:
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """This rank's moments; the header and its small values by ``state.I.values``."""
         tensors, values = self._split(self._shards.states(), whole=False)
-        rows = {
-            key: Row(place=self._place_of(key, tensor.size()), tensor=tensor)
-            for key, tensor in tensors.items()
-        }
+        rows = {k: Row(place=self.place_of(k, t.size()), tensor=t) for k, t in tensors.items()}
         return rows, values | {"header": self.header()}
 
     def take_apart(self, given: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Moments, header and small values of a state dict, by key; ValueError if it is none."""
-        groups, states = check_state_dict(given)
-        tensors, values = self._split(by_number(given), whole=True)
-        values["header"] = self.header() | {"param_groups": [dict(group) for group in groups]}
+        tensors, values = self._split(_states_in(given), whole=True)
+        groups = [dict(group) for group in given["param_groups"]]
         known = {key for group in groups for key in group["params"]}
-        values |= {f"parameter {key}": {} for key in states if key not in known}  # no key of state
-        return tensors, values
+        values |= {f"parameter {key}": None for key in given["state"] if key not in known}
+        return tensors, values | {"header": self.header() | {"param_groups": groups}}
+
+    def check_part(self, given: Any) -> None:
+        """Raises ValueError for a state dict whose moments do not fit this rank's parts."""
+        self._split(_states_in(given), whole=False)
 
     def _split(
         self, states: Mapping[int, Mapping[str, Any]], *, whole: bool
@@ -98,91 +95,75 @@ class OptimizerState:
                 else:
                     raise ValueError(
                         "an optimizer of shards must keep one value per element or one per "
-                        f"parameter, but got {key!r} of shape {tuple(value.shape)} for a shard of "
-                        f"{tuple(form or ())}. Use an optimizer that treats every element alike."
+                        f"parameter, but {key!r} of {self._name_of(index)} has shape "
+                        f"{tuple(value.shape)}, where this rank's part is {tuple(form or ())}. Use "
+                        "an optimizer that treats every element alike"
                     )
         return tensors, values
 
-    def places_in(self, tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
-        """Where each moment of a description lies."""
-        keys = (key for key in tensors if key.startswith("state."))
-        return {key: self._place_of(key, tensors[key].shape) for key in keys}
-
-    def _place_of(self, key: str, size: Sequence[int]) -> Place:
-        """By a moment's key and, if it has not one value per element, its size."""
+    def place_of(self, key: str, size: Sequence[int]) -> Place:
+        """Where a moment lies, by its key and, if it has not one value per element, its size."""
         _, index, kind, _ = key.split(".", 3)
         place = self._places[int(index)]
         return place if kind == "elements" else place.beside(torch.Size(size))
 
     # --- comparison --------------------------------------------------------------------------
 
+    def _facts(self, header: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """What state and optimizer must have in common, the most general first; None: unknown."""
+        own = set(self._defaults)
+        of_classes = own | foreign_hyperparameters(own).difference(*self._groups)
+        yield "the optimizer class", header["optimizer"]
+        yield "the number of groups", len(header["param_groups"])
+        for number, group in enumerate(header["param_groups"]):
+            size = len(group["params"])
+            yield f"the number of parameters of group {number}", size
+            yield f"the set of hyperparameters of group {number}", sorted(of_classes & set(group))
+            # Tells AdamW from Adam, whose hyperparameters are the same.
+            yield f"decoupled_weight_decay of group {number}", group.get("decoupled_weight_decay")
+            for position, name in enumerate(group.get("param_names", [None] * size)):
+                yield f"the name of parameter {position} of group {number}", name
+        for index, shape in enumerate(header["shapes"]):
+            yield f"the shape of {self._name_of(index)}", tuple(shape)
+
     def problems(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
     ) -> Iterator[str]:
         """Reasons why state does not fit this optimizer, the most general first."""
-        header, ours = values["header"], self.header()
-        if header["optimizer"] != ours["optimizer"]:
-            yield f"it is of {header['optimizer']}, the optimizer is {ours['optimizer']}"
-        yield from self._problems_of_groups(header["param_groups"])
-        for index, (saved, shape) in enumerate(zip(header["shapes"], ours["shapes"], strict=True)):
-            if tuple(saved) != shape:
-                yield f"{self._name_of(index)} has shape {tuple(saved)} in it, here {shape}"
-        moments = {key: tensor for key, tensor in tensors.items() if key.startswith("state.")}
+        facts = zip(self._facts(values["header"]), self._facts(self.header()), strict=True)
+        for (fact, theirs), (_, ours) in facts:
+            if theirs != ours and None not in (theirs, ours):
+                yield f"{fact} is {theirs} in it, here {ours}"
         kept: defaultdict[int, set[str]] = defaultdict(set)
-        for key in (*moments, *(key for key in values if key != "header")):
-            match, moment = _KEY.fullmatch(key), key in moments
-            if not match or int(match[1]) >= len(ours["shapes"]) or (match[2] is None) == moment:
-                whose = f"parameter {match[1]}" if match else key
-                yield (
-                    f"it has state of {whose} where there are {len(ours['shapes'])}: it is in none "
-                    "of its groups"
-                )
+        for key, value in (*tensors.items(), *values.items()):
+            if key == "header" or value == {}:
+                continue
+            match = _KEY.fullmatch(key)
+            form: Any = StoredTensor if match and match[2] else Mapping
+            place = self._places.get(int(match[1])) if match else None
+            if not match or place is None or not isinstance(value, form):
+                yield f"it has state of {key}, which is frozen or in none of its groups"
                 return
-            index, name = int(match[1]), match[3]
-            kept[index] |= {name} if moment else set(values[key])
-            if kept[index] and index not in self._places:
-                yield f"it has state for {self._name_of(index)}, which is frozen"
-            if moment:
-                place, size = self._places[index], tuple(moments[key].shape)
-                # Folders without contents.json give moments as vectors.
-                fits = math.prod(size) == place.size.numel()
-                if match[2] == "tensor":
-                    fits = place.whole_here or not place.held
-                if not fits:
-                    yield (
-                        f"{name!r} of {self._name_of(index)} has shape {size}, expected "
-                        f"{tuple(place.size)}"
-                    )
-        numbers = itertools.count()
-        for number, group in enumerate(header["param_groups"]):
+            index, kind, name = int(match[1]), match[2], match[3]
+            kept[index] |= ({name} if name else set(value)) - {MASTER}
+            # Folders without contents.json give moments as vectors.
+            if (kind == "elements" and math.prod(value.shape) != place.size.numel()) or (
+                kind == "tensor" and place.held and not place.whole_here
+            ):
+                yield (
+                    f"{name!r} of {self._name_of(index)} has shape {tuple(value.shape)}, expected "
+                    f"{tuple(place.size)}"
+                )
+        expected: list[frozenset[str] | None] = []  # by parameter number
+        for group in values["header"]["param_groups"]:
             names = state_keys(self._cls, settings_of(group), self._kwargs)
-            for _, index in zip(group["params"], numbers, strict=False):
-                found = kept[index] - {MASTER}
-                if names is not None and found and found != names:
-                    yield (
-                        f"it holds {sorted(found)} for a parameter of group {number}, where "
-                        f"{self._cls.__name__} holds {sorted(names)}"
-                    )
-
-    def _problems_of_groups(self, saved_groups: Any) -> Iterator[str]:
-        if not _are_groups(saved_groups) or len(saved_groups) != len(self._groups):
-            yield f"it has {len(saved_groups)} groups, the optimizer {len(self._groups)}"
-        foreign = foreign_hyperparameters(self._defaults)
-        flag = "decoupled_weight_decay"  # tells AdamW from Adam, whose settings are the same
-        for number, (saved, group) in enumerate(zip(saved_groups, self._groups, strict=True)):
-            theirs, ours = len(saved["params"]), len(group["params"])
-            if theirs != ours:
-                yield f"group {number} has {theirs} parameters, the optimizer's {ours}"
-            if missing := sorted(set(self._defaults) - set(saved)):
-                yield f"group {number} lacks {missing}: it is of another optimizer class"
-            if flag in self._defaults and saved[flag] != group[flag]:
-                yield f"group {number} has {flag}={saved[flag]}, the optimizer {group[flag]}"
-            if others := sorted(foreign & set(saved) - set(group)):
-                yield f"group {number} has {others}: it is of another optimizer class"
-            names = zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False)
-            for its, own in names:
-                if its != own:
-                    yield f"group {number} has parameter {its} where the optimizer has {own}"
+            expected += [names] * len(group["params"])
+        for index, found in kept.items():
+            if found and (names := expected[index]) is not None and found != names:
+                yield (
+                    f"it holds {sorted(found)} for {self._name_of(index)}, where "
+                    f"{self._cls.__name__} holds {sorted(names)}"
+                )
 
     # --- from keys to state ------------------------------------------------------------------
 
@@ -195,62 +176,30 @@ class OptimizerState:
         found = {index: state for index, state in sorted(states.items()) if state}
         return {"state": found, "param_groups": values["header"]["param_groups"]}
 
-    def take(self, key: str, value: Tensor) -> None:
-        """Keeps a moment for ``install``; a part of a whole tensor is copied out of it."""
-        part = value.untyped_storage().nbytes() > value.nbytes
-        self._taken[key] = value.to("cpu", copy=part)
+    def install(self, held: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Replaces this rank's state by moments and small values, by their keys."""
+        whole = self.whole(held, values)
+        self.install_part(whole["state"], whole["param_groups"])
 
-    def install(self, values: Mapping[str, Any]) -> None:
-        """Replaces this rank's state by what was taken, and the hyperparameters."""
-        whole = self.whole(self._taken, values)
-        install(self._shards, self._groups, whole["state"], whole["param_groups"])
-
-
-def install(
-    shards: LocalOptimizer | StatesOfShards,
-    groups: Groups,
-    states: Mapping[int, Mapping[str, Any]],
-    settings: Groups,
-) -> None:
-    """Replaces a rank's state, by parameter number, and the hyperparameters of the groups."""
-    shards.install(states, settings)
-    for group, new in zip(groups, settings, strict=True):
-        group.update(settings_of(new))
+    def install_part(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+        """Replaces this rank's state, by parameter number, and the groups' hyperparameters."""
+        self._shards.install(states, settings)
+        for group, new in zip(self._groups, settings, strict=True):
+            group.update(settings_of(new))
 
 
-def check_state_dict(given: Any) -> tuple[Groups, Mapping[Any, Mapping[str, Any]]]:
-    """The groups and the state of ``torch.optim.Optimizer.state_dict()``, or a ValueError."""
-    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
+def _states_in(given: Any) -> dict[int, Mapping[str, Any]]:
+    """State by parameter number; ValueError for what is no ``torch.optim.Optimizer``'s."""
+    held = given if isinstance(given, Mapping) else {}
+    groups, states = held.get("param_groups"), held.get("state")
+    if not (
+        isinstance(groups, Sequence)
+        and all(isinstance(group, Mapping) and "params" in group for group in groups)
+        and isinstance(states, Mapping)
+        and all(isinstance(state, Mapping) for state in states.values())
+    ):
         raise ValueError(
             f"it must hold 'state' and 'param_groups', but got {type(given).__name__} without "
-            "state and param_groups"
+            "state and param_groups as torch.optim.Optimizer.state_dict() returns them"
         )
-    groups, states = given["param_groups"], given["state"]
-    maps = isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())
-    if not (maps and _are_groups(groups)):
-        raise ValueError(
-            "its state or param_groups are not those of torch.optim.Optimizer.state_dict()"
-        )
-    return groups, states
-
-
-def check_own_moments(
-    states: Mapping[int, Mapping[str, Any]], places: Mapping[int, Place], groups: Groups
-) -> None:
-    """Raises ValueError unless moments, by parameter, have the shapes of this rank's parts."""
-    for index, state in states.items():
-        place = places.get(index)
-        for key, value in state.items():
-            is_moment = isinstance(value, Tensor) and value.numel() > 1
-            if is_moment and not (place and (place.whole_here or value.shape == place.form)):
-                expected = tuple(place.form) if place else "nothing"
-                raise ValueError(
-                    f"{key!r} of {name_of(groups, index)} has shape {tuple(value.shape)}, where "
-                    f"this rank's part is {expected}"
-                )
-
-
-def _are_groups(groups: Any) -> bool:
-    return isinstance(groups, Sequence) and all(
-        isinstance(group, Mapping) and "params" in group for group in groups
-    )
+    return by_number(given)

@@ -28,8 +28,9 @@ for bit on M, and one of stage 3 loads into stage 2.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ from shard_optim.mesh import Mesh, attempt, on_every_rank, outcomes
 from shard_optim.optimizer import ShardedOptimizer
 from shard_optim.optimizer_state import OptimizerState
 from shard_optim.origin import sharded_in, sharded_of
+from shard_optim.parameter_groups import all_params
 from shard_optim.place import Place, Row, flat_slice, replicated_place
 
 # The last save in the background, by the name of its group.
 _saving: dict[str, Future[None]] = {}
 
-_PREFIX = "whole."
 _REMEDY = "Load what was saved from them, with the same groups of parameters."
 
 
@@ -98,19 +99,19 @@ def save(
         CollectiveError: if a peer died or timed out, or could not write.
     """
     check_folder(folder)
-    table = _Table(model, optimizer)
+    table, path = _Table(model, optimizer), Path(folder)
     ranks = table.ranks
     if background_group is not None:
         check_background_group(background_group, ranks)
         if earlier := _saving.pop(background_group.group_name, None):
             earlier.exception()  # waits; what it raised is its future's to tell
-    if os.path.lexists(Path(folder) / METADATA):
+    if os.path.lexists(path / METADATA):
         raise FileExistsError(
             f"folder must hold no checkpoint, but {folder} does. Save to a new folder."
         )
-    rows, values = table.to_write()
+    rows, values = table.own
     if background_group is None:
-        write_folder(folder, rows, values, ranks.number, ranks.gather)
+        write_folder(path, rows, values, ranks.number, ranks.gather)
         return None
 
     def gather(what: str, value: Any) -> list[Any]:
@@ -118,7 +119,7 @@ def save(
 
     copies = {key: row.copied() for key, row in rows.items()}
     pool = ThreadPoolExecutor(1, thread_name_prefix="shard_optim.save")
-    saving = pool.submit(write_folder, folder, copies, values, ranks.number, gather)
+    saving = pool.submit(write_folder, path, copies, values, ranks.number, gather)
     _saving[background_group.group_name] = saving
     pool.shutdown(wait=False)
     return saving
@@ -138,33 +139,32 @@ def load(
 
     Raises:
         TypeError, CollectiveError: as ``save`` does.
-        FileNotFoundError: if the folder holds no complete checkpoint, or lacks a rank's file.
+        FileNotFoundError: if the folder holds no complete checkpoint, or lacks a needed file.
         ValueError: on every rank, if a file is damaged, the checkpoint is of another model or
             optimizer, or ranks load different ones. Nothing has changed then.
     """
     check_folder(folder)
-    table = _Table(model, optimizer)
-    wanted: dict[str, Place] = {}
-    vectors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    table, path = _Table(model, optimizer), Path(folder)
+    loaded: dict[str, Tensor] = {}
 
     def read() -> str:
-        tensors, small, identity = read_description(Path(folder))
-        values.update(small)
-        wanted.update(table.places_in(tensors, values, "a checkpoint"))
-        for key, place in wanted.items():
+        tensors, values, identity = read_description(path)
+        table.compare(tensors, values, "a checkpoint")
+        for key, place in table.places.items():
             if place.held:
-                vectors[key] = read_elements(Path(folder), key, tensors[key], *place.span)
+                loaded[key] = read_elements(path, key, tensors[key], *place.span)
         return identity
 
     identities = on_every_rank("loading a checkpoint", read, table.ranks.gather)
-    others = [rank for rank, identity in enumerate(identities) if identity != identities[0]]
-    if others:
-        raise ValueError(
-            f"every rank must load the same checkpoint, but rank {others[0]} has read another one "
-            f"than rank 0. Pass the same folder on every rank, here {folder}."
-        )
-    table.take(((key, vectors.pop(key)) for key in [*vectors]), wanted, values)
+    for rank, identity in enumerate(identities):
+        if identity != identities[0]:
+            raise ValueError(
+                f"every rank must load the same checkpoint, but rank {rank} has read another one "
+                f"than rank 0. Pass the same folder on every rank, here {folder}."
+            )
+    for key in [*loaded]:
+        table.take(key, loaded.pop(key))
+    table.install()
 
 
 def full_state(
@@ -172,11 +172,7 @@ def full_state(
 ) -> dict[str, Any] | None:
     """The state that an unsharded run would have, on the first rank's CPU; every rank calls it.
 
-    One tensor at a time travels, so the devices need room for one more whole tensor only::
-
-        state = full_state(model, optimizer)
-        if dist.get_rank() == 0:
-            torch.save(state, "checkpoint.pt")
+    One tensor at a time travels, so the devices need room for one more whole tensor only.
 
     Args:
         model, optimizer: as for ``save``.
@@ -218,32 +214,20 @@ def load_full_state(
     """
     table = _Table(model, optimizer)
     ranks, words = table.ranks, "the exchange of what is loaded"
-    given: dict[str, Tensor] = {}
-
-    def describe() -> Any:
-        described, tensors = table.describe(state)
-        given.update(tensors)
-        return described
-
-    own = attempt(describe) if ranks.first else None
+    own = attempt(lambda: table.describe(state)) if ranks.first else None
     [(kinds, values)] = outcomes(words, [ranks.broadcast_json(words, own)])
     tensors = {key: StoredTensor(*kind) for key, kind in kinds.items()}
-    wanted: dict[str, Place] = {}
-
-    def compare() -> None:
-        wanted.update(table.places_in(tensors, values, "a full state dict"))
-
+    compare = partial(table.compare, tensors, values, "a full state dict")
     on_every_rank(words, compare, ranks.gather)
-
-    def handed_out(key: str, place: Place) -> Tensor:
+    for key, place in table.places.items():
         numel, (first, count) = place.size.numel(), place.span
         whole = torch.empty(numel, dtype=tensors[key].dtype, device=ranks.shards.device)
         if ranks.first:
-            whole.copy_(flat_slice(given[key], place.size, place.stride, 0, numel))
+            whole.copy_(flat_slice(table.given[key], place.size, place.stride, 0, numel))
         ranks.broadcast(f"distributing {key}", whole)
-        return whole[first : first + count]
-
-    table.take(((key, handed_out(key, place)) for key, place in wanted.items()), wanted, values)
+        table.take(key, whole[first : first + count])
+        del whole  # before the next one takes memory
+    table.install()
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -253,41 +237,31 @@ class _Table:
     """The rows of a model and of an optimizer, and the ranks that hold them."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise _not_wrapped(model)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. "
-                "Pass the one made from the wrapper's parameters()."
-            )
         self.ranks = _ranks_of(model, optimizer)  # of both
         # ``model`` and ``optimizer``, each if it was asked for.
         self.parts: dict[str, _ModelState | OptimizerState] = {}
+        self.given: dict[str, Tensor] = {}  # whole tensors on the first rank, by key
+        self.places: dict[str, Place] = {}  # of what is loaded, by key
+        self._moments: dict[str, Tensor] = {}  # this rank's part of them
         if model is not None:
             wrapped = isinstance(model, (FullyShardedDataParallel, DistributedDataParallel))
             module: Any = model.module if wrapped else model  # whose names count
             self.parts["model"] = _ModelState(module)
-        if model is not None and optimizer is not None:
-            known = {id(param) for param in model.parameters()}
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            if foreign := [param for param in params if id(param) not in known]:
-                raise ValueError(
-                    "optimizer must hold parameters of the sharded model only, but got "
-                    f"{len(foreign)} others. Make it from the wrapper's parameters()."
-                )
+        if optimizer is None:
+            return
+        known = None if model is None else {id(param) for param in model.parameters()}
+        params = all_params(optimizer.param_groups)
+        if known is not None and (foreign := [p for p in params if id(p) not in known]):
+            raise ValueError(
+                "optimizer must hold parameters of the sharded model only, but got "
+                f"{len(foreign)} others. Make it from the wrapper's parameters()."
+            )
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
-        if optimizer is not None:
-            self.parts["optimizer"] = OptimizerState(optimizer)
+        self.parts["optimizer"] = OptimizerState(optimizer)
 
-    def _places(self, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Place]]:
-        for part in self.parts.values():
-            yield from part.places_in(tensors).items()
-
-    def _part_of(self, key: str) -> _ModelState | OptimizerState:
-        return self.parts["optimizer" if key.startswith("state.") else "model"]
-
-    def to_write(self) -> tuple[dict[str, Row], dict[str, Any]]:
+    @cached_property
+    def own(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """This rank's part of a folder. What all ranks hold whole, the first one writes."""
         rows, values = dict[str, Row](), dict[str, Any]()
         for part in self.parts.values() if self.ranks.first_replica else ():
@@ -303,11 +277,9 @@ class _Table:
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Every tensor, whole, and every small value, on the first rank's CPU. Collective."""
-        rows: dict[str, Row] = {}
 
         def describe() -> Any:
-            found, values = self.to_write()
-            rows.update(found)
+            rows, values = self.own
             return {key: row.described for key, row in rows.items()}, values
 
         words = f"the exchange of {' and '.join(self.parts)} state descriptions"
@@ -315,10 +287,11 @@ class _Table:
         tensors: dict[str, Tensor] = {}
 
         def add_parts() -> None:
-            ranks = self.ranks.shards
-            for key, place in self._places(kinds) if self.ranks.first_replica else ():
+            ranks, (rows, _) = self.ranks.shards, self.own
+            for key, kind in kinds.items() if self.ranks.first_replica else ():
+                place = self.parts[_part_of(key)].place_of(key, kind.shape)
                 numel, (first, count) = place.size.numel(), place.span
-                whole = torch.zeros(numel, dtype=kinds[key].dtype, device=ranks.device)
+                whole = torch.zeros(numel, dtype=kind.dtype, device=ranks.device)
                 if key in rows:
                     whole[first : first + count] = rows[key].flat
                 # The bytes of the ranks' parts, each of which is zero elsewhere.
@@ -330,101 +303,89 @@ class _Table:
         on_every_rank("collecting the whole state", add_parts, self.ranks.gather)
         return tensors, values
 
-    def describe(self, given: Any) -> tuple[Any, dict[str, Tensor]]:
-        """A whole state as a folder would hold it.
-
-        Returns:
-            The description, which is dtypes and sizes by key, and values by key; and all tensors.
-        """
-        tensors, values = dict[str, Tensor](), dict[str, Any]()
+    def describe(self, state: Any) -> Any:
+        """A whole state as a folder would hold it: dtypes and sizes by key, and values by key."""
+        values: dict[str, Any] = {}
         try:
-            if not isinstance(given, Mapping):
-                raise ValueError(f"got {type(given).__name__}")
+            if not isinstance(state, Mapping) or not self.parts.keys() <= state.keys():
+                held = [*state][:8] if isinstance(state, Mapping) else type(state).__name__
+                raise ValueError(f"it must hold {[*self.parts]}, but got {held}")
             for name, part in self.parts.items():
-                if name not in given:
-                    raise ValueError(f"it holds no {name!r}, only {sorted(map(str, given))[:8]}")
-                found, small = part.take_apart(given[name])
-                tensors, values = tensors | found, values | small
+                found, small = part.take_apart(state[name])
+                self.given |= found
+                values |= small
         except ValueError as error:
             raise ValueError(
                 "a full state dict must be of this model and optimizer class on the first rank, "
                 f"but {error}. {_REMEDY}"
             ) from None
-        kinds = {key: (value.dtype, value.size()) for key, value in tensors.items()}
-        return (kinds, values), tensors
+        return {key: (value.dtype, value.size()) for key, value in self.given.items()}, values
 
-    def places_in(
+    def compare(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any], what: str
-    ) -> dict[str, Place]:
-        """Where each tensor of a description lies here, which must be of this model and optimizer.
+    ) -> None:
+        """Finds the place of each tensor of a description; ValueError if it is of other parts.
 
         Args:
             what: the thing described, for errors.
-
-        Raises:
-            ValueError: if it is of others.
         """
-        moments = all(key.startswith("state.") for key in tensors)
-        held = "a model" if "header" not in values else "an optimizer" if moments else ""
-        kind = held.rpartition(" ")[2]
-        for name in self.parts if held else ():
-            if name != kind:
+        held = {_part_of(key) for key in (*tensors, *values)}
+        for name, other in ("model", "optimizer"), ("optimizer", "model"):
+            if name in self.parts and name not in held and other in held:
                 raise ValueError(
-                    f"the checkpoint must hold the {name} too, but it holds {held} alone. Load the "
-                    f"{kind} from it, without {name}=."
+                    f"the checkpoint must hold the {name} too, but it holds the {other} alone. "
+                    f"Load the {other} from it, without {name}=."
                 )
         for name, part in self.parts.items():
             of = "the same model" if name == "model" else "this model and optimizer class"
-            for problem in part.problems(tensors, values):
+            own = {key: tensor for key, tensor in tensors.items() if _part_of(key) == name}
+            for problem in part.problems(own, values):
                 raise ValueError(f"{what} must be of {of}, but {problem}. {_REMEDY}")
-        return dict(self._places(tensors))
+            self.places |= {key: part.place_of(key, own[key].shape) for key in own}
+        self._values = values
 
-    def take(
-        self,
-        vectors: Iterable[tuple[str, Tensor]],
-        wanted: Mapping[str, Place],
-        values: Mapping[str, Any],
-    ) -> None:
-        """Makes this rank's elements, which have been compared, its state: the end of every load.
+    @torch.no_grad()
+    def take(self, key: str, elements: Tensor) -> None:
+        """Copies elements that were loaded into the model; moments are kept for ``install``."""
+        part, place = self.parts[_part_of(key)], self.places[key]
+        if isinstance(part, _ModelState):
+            part.by_key[key].tensor.copy_(place.shaped(elements))
+        elif place.held:
+            # Memory of a whole tensor is not kept.
+            copy = elements.untyped_storage().nbytes() > elements.nbytes
+            self._moments[key] = place.shaped(elements).to("cpu", copy=copy)
 
-        Args:
-            vectors: keys with this rank's elements.
-        """
-        with torch.no_grad():
-            for key, vector in vectors:
-                if wanted[key].held:
-                    self._part_of(key).take(key, wanted[key].shaped(vector))
-                del vector  # before the next one takes memory
-        for part in self.parts.values():
-            if isinstance(part, OptimizerState):
-                part.install(values)
+    def install(self) -> None:
+        """Makes the moments and small values that were loaded this rank's: the end of a load."""
+        if isinstance(optimizer := self.parts.get("optimizer"), OptimizerState):
+            optimizer.install(self._moments, self._values)
 
 
 class _ModelState:
-    """The rows of a module: its parameters and persistent buffers, each once."""
+    """The rows of a module: its parameters and persistent buffers, each once, ``by_key``."""
 
     def __init__(self, module: nn.Module) -> None:
         # A state dict with a prefix is not saved, so nobody is told that it is one rank's part.
-        found = module.state_dict(prefix=_PREFIX, keep_vars=True)
-        self._named = {name.removeprefix(_PREFIX): value for name, value in found.items()}
-        self._rows: dict[str, Row] = {}
-        for name, param in module.named_parameters():
-            known = sharded_of(param)
-            place = replicated_place(name, param) if known is None else known.place
-            self._rows[f"model.{name}"] = Row(place=place, tensor=param)
+        found = module.state_dict(prefix="whole.", keep_vars=True)
+        self._named = {name.removeprefix("whole."): value for name, value in found.items()}
+        tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in module.named_parameters()}
         for name, buffer in module.named_buffers():
             if name in self._named:
-                place = replicated_place(name, buffer)
-                self._rows[f"buffer.{name}"] = Row(place=place, tensor=buffer)
-        self._key_of = {id(row.tensor): key for key, row in self._rows.items()}
+                tensors[f"buffer.{name}"] = buffer
+        self.by_key: dict[str, Row] = {}
+        for key, tensor in tensors.items():
+            known = sharded_of(tensor)
+            place = replicated_place(key, tensor) if known is None else known.place
+            self.by_key[key] = Row(place=place, tensor=tensor)
+        self._key_of = {id(row.tensor): key for key, row in self.by_key.items()}
 
     def rows(self) -> tuple[dict[str, Row], dict[str, Any]]:
         """The rows, and no small values."""
-        return self._rows, {}
+        return self.by_key, {}
 
-    def places_in(self, _tensors: Mapping[str, StoredTensor]) -> dict[str, Place]:
-        """Where each tensor of a description lies."""
-        return {key: row.place for key, row in self._rows.items()}
+    def place_of(self, key: str, _size: Sequence[int]) -> Place:
+        """Where a tensor lies, by its key."""
+        return self.by_key[key].place
 
     def whole(self, tensors: Mapping[str, Tensor], _values: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict: every tensor under all its names, and values that are no tensors."""
@@ -443,7 +404,7 @@ class _ModelState:
                 continue  # no tensor, such as a module's extra state
             if not isinstance(value, Tensor) or value.is_meta:
                 raise ValueError(f"{name} is no tensor with values, but {type(value).__name__}")
-            tensors[key] = value.to(self._rows[key].tensor.dtype)  # as load_state_dict() does
+            tensors[key] = value.to(self.by_key[key].tensor.dtype)  # as load_state_dict() does
         return tensors, {}
 
     def problems(
@@ -451,9 +412,9 @@ class _ModelState:
     ) -> Iterator[str]:
         """Reasons why these are not exactly the module's tensors, in its sizes and dtypes."""
         for key in tensors:
-            if key.startswith(("model.", "buffer.")) and key not in self._rows:
+            if key not in self.by_key:
                 yield f"it holds {key}, which this one does not"
-        for key, row in self._rows.items():
+        for key, row in self.by_key.items():
             if key not in tensors:
                 yield f"it must hold {key}, but {key} is missing"
             stored, size = tensors[key], row.place.size
@@ -463,30 +424,30 @@ class _ModelState:
             if stored.dtype != row.tensor.dtype:
                 yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
 
-    def take(self, key: str, value: Tensor) -> None:
-        """Copies this rank's elements into the module."""
-        self._rows[key].tensor.copy_(value)
+
+def _part_of(key: str) -> str:
+    """The part of a training run, ``model`` or ``optimizer``, that a key belongs to."""
+    kind = key.partition(".")[0]
+    return {"buffer": "model", "state": "optimizer", "header": "optimizer"}.get(kind, kind)
 
 
 def _ranks_of(model: Any, optimizer: Any) -> Mesh:
-    if isinstance(model, FullyShardedDataParallel):
+    """The ranks that hold a model and an optimizer; TypeError if nothing is sharded."""
+    known = isinstance(optimizer, Optimizer)
+    if isinstance(model, FullyShardedDataParallel) and (known or optimizer is None):
         return model.ranks
-    shards = model is not None and any(map(sharded_of, model.parameters()))
-    if not shards and isinstance(optimizer, ShardedOptimizer):
+    whole = isinstance(model, nn.Module) and not any(map(sharded_of, model.parameters()))
+    if isinstance(optimizer, ShardedOptimizer) and (model is None or whole):
         return optimizer.mesh
-    if model is None and optimizer is not None:
-        if (found := sharded_in(optimizer.param_groups)) is not None:
-            return found.ranks
+    if known and model is None and (found := sharded_in(optimizer.param_groups)) is not None:
+        return found.ranks
+    if optimizer is not None and (model is None or (isinstance(model, nn.Module) and not known)):
         raise TypeError(
-            "optimizer must be a ShardedOptimizer, or one of the parameters of a "
-            f"FullyShardedDataParallel, but got {type(optimizer).__name__}. Save others by "
-            "torch.save()."
+            "optimizer must be a ShardedOptimizer, or a torch.optim.Optimizer over the parameters "
+            f"of a FullyShardedDataParallel, but got {type(optimizer).__name__}. Make it from the "
+            "wrapper's parameters(), or save it by torch.save()."
         )
-    raise _not_wrapped(model)
-
-
-def _not_wrapped(model: object) -> TypeError:
-    return TypeError(
+    raise TypeError(
         f"model must be a FullyShardedDataParallel, but got {type(model).__name__}. Pass the "
         "wrapper itself: not the module in it, and not the optimizer. A module that every rank "
         "holds whole goes with its ShardedOptimizer."

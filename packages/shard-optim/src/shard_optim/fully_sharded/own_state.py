@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shard_optim.json_messages import tensor_bytes
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
@@ -34,8 +33,7 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
     """Hooks the state dicts of a module and of every module in it that holds sharded parameters.
 
     Args:
-        root: whose parameters have been sharded.
-        ranks: that train it.
+        root: whose parameters have been sharded over ``ranks``.
         moment: gives the number of forwards that have begun, the same on every rank.
     """
 
@@ -47,19 +45,13 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
         if not prefix:
             say_once(module, "model", ranks)
 
-    def before_load(
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Mapping[str, Any],
-        *_: Any,
-    ) -> None:
+    def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         if prefix and module is not root:
             return  # a module around this one has looked already
         taken, problem, part = {}, None, False
         params = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
         for name, param in params:
-            given, found = state_dict.get(name), sharded_of(param)
+            given, found = state.get(name), sharded_of(param)
             if found is None or found.place.replicated or not isinstance(given, Tensor):
                 continue
             place = found.place
@@ -74,9 +66,9 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
                     f"{tuple(given.shape)}"
                 )
         origins = [(metadata.get(ORIGIN), origin(module))] if part and not problem else []
-        version = None if part or problem else _fingerprint(state_dict)
+        version = None if part or problem else _fingerprint(state)
         check_loaded(ranks, origins, problem=problem, version=version)
-        state_dict.update(taken)
+        state.update(taken)
 
     for each in root.modules():
         places = places_of(each.named_parameters()).values()
@@ -87,11 +79,9 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
 
 def _fingerprint(state_dict: Mapping[str, Any]) -> str:
     """The same for two ranks that load the same whole state, as far as samples show."""
-    digest = hashlib.sha256()
-    for name, value in state_dict.items():
-        if isinstance(value, Tensor) and not value.is_meta:
-            flat = value.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLED)].cpu().contiguous()
-            digest.update(name.encode())
-            digest.update(tensor_bytes(sample))
-    return digest.hexdigest()[:16]
+    samples = [
+        (name, value.detach().reshape(-1)[:: max(1, value.numel() // _SAMPLED)].tolist())
+        for name, value in state_dict.items()
+        if isinstance(value, Tensor) and not value.is_meta
+    ]
+    return hashlib.sha256(repr(samples).encode()).hexdigest()[:16]
