@@ -29,7 +29,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -68,9 +68,20 @@ def refusal() -> str | None:
 # ---- launching -----------------------------------------------------------------------------------
 
 
-# What takes a tensor: tiles, which have a shape and strides; "pointer"; or None, where there is no
-# tensor at any launch.
-Parameter = Any
+class TensorTiles(Protocol):
+    """A tensor descriptor without its address."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Of the tensor."""
+
+    @property
+    def strides(self) -> Sequence[int]:
+        """In elements."""
+
+
+# What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
+Parameter = TensorTiles | Literal["pointer"] | None
 # Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
 _Launch = Callable[[int, Any, Any, Any, list[Any]], None]
 
@@ -204,7 +215,7 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
 class _Encoded(dict[int, Any]):
     """Descriptors of one parameter as the TMA reads them, by address."""
 
-    def __init__(self, tiles: Any, encoding: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: TensorTiles, encoding: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         self.settings = (
