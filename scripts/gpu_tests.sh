@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
-# which share all GPUs; then tests whose ranks need several GPUs, 3 processes for each GPU.
+# which share all GPUs; then tests whose ranks need several GPUs, most of them the first two: 6 processes.
 #   bash scripts/gpu_tests.sh [one|several] [-n PROCESSES] [-x] [-k NAME] [PATH ...]
 # "one" or "several" runs that part alone, where a machine is lent for minutes. Never both at a time:
 # tests of several GPUs fill the memory of one on purpose.
@@ -46,6 +46,6 @@ if [[ $chosen == *several* && $devices -eq 1 ]]; then
     echo "tests of several GPUs: left out, there is one"
 elif [[ $chosen == *several* ]]; then
     # Tests that share a start of ranks are one xdist_group, and come to one process.
-    part -m multi_gpu -n "$((3 * devices))" --dist=loadgroup "$@"
+    part -m multi_gpu -n 6 --dist=loadgroup "$@"
 fi
 exit "$result"
