@@ -46,6 +46,7 @@ def stop_on_rank_1(rank: int, world_size: int) -> int:
 
 
 def die_on_rank_1(rank: int, world_size: int) -> None:
+    dist.barrier()  # a rank that dies while another is still connecting makes that one fail
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 
