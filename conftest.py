@@ -80,11 +80,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("processes")
             slow_files.add(item.path)
         if item.get_closest_marker("gpu") and devices < 1:
-            item.add_marker(
-                pytest.mark.skip(reason="needs a CUDA device, and scripts/gpu_tests.sh")
-            )
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: bash scripts/gpu_tests.sh"))
         if item.get_closest_marker("multi_gpu") and devices < 2:
-            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, found {devices}"))
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs: bash scripts/gpu_tests.sh"))
     # A long file that begins last would leave the other processes without work.
     items.sort(key=lambda item: (item.path.name != LONGEST, item.path not in slow_files))
 

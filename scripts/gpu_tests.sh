@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs every test marked gpu or multi_gpu, in two parts: tests of one GPU, many processes at a time,
-# which share all GPUs; then tests whose ranks need several GPUs, most of them the first two: 6 processes.
+# which share all GPUs; then tests whose ranks need several GPUs, in 6 processes, because most ranks
+# take the first two GPUs, however many there are.
 #   bash scripts/gpu_tests.sh [one|several] [-n PROCESSES] [-x] [-k NAME] [PATH ...]
-# "one" or "several" runs that part alone, where a machine is lent for minutes. Never both at a time:
+# "one" or "several" runs that part alone, where time is short. Never both at a time:
 # tests of several GPUs fill the memory of one on purpose.
 # All other arguments go to pytest. Without -n, tests of one GPU have 13 processes for each GPU, at most
 # one a core; give -n with one part alone.

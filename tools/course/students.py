@@ -66,7 +66,7 @@ def check(adapters: Path, only: Sequence[str] = ()) -> int:
     """Prints a line for each check and returns 1 if one found something wrong.
 
     Args:
-        adapters: a file as the assignment's tests/adapters.py.
+        adapters: a file like the assignment's tests/adapters.py.
         only: parts of names of checks; all if empty.
     """
     path = adapters.resolve()

@@ -73,11 +73,11 @@ class TensorTiles(Protocol):
 
     @property
     def shape(self) -> Sequence[int]:
-        """Of the tensor."""
+        """Shape of the tensor."""
 
     @property
     def strides(self) -> Sequence[int]:
-        """In elements."""
+        """Strides of the tensor, in elements."""
 
 
 # What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).

@@ -67,7 +67,10 @@ def agree(
 
 
 def on_wire(group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    """Where the group's backend sends from: gloo, for ranks that share a GPU, from the host."""
+    """``x`` where the group's backend can send it; gloo sends from host memory.
+
+    Ranks that share a GPU need gloo: NCCL refuses them.
+    """
     return x.cpu() if x.is_cuda and dist.get_backend(group) == "gloo" else x
 
 
