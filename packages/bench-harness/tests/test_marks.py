@@ -146,6 +146,19 @@ def test_headlines_quote_what_is_steady_and_count_what_is_not() -> None:
     ]
 
 
+def test_several_experiments_on_a_cpu_begin_with_what_they_have_shown() -> None:
+    attention = {"phase": "forward", "variant": "naive", **row("attention", STEADY)}
+    steps = [{"variant": name, **row("train-step", STEADY)} for name in ("a", "b")]
+    assert headlines([attention, *steps])[0] == (
+        "2 cases worked on this CPU: attention agrees with its definition in fp32 (1 variant), and "
+        "training on 2 ranks ends with the weights of plain averaging (2 variants). Only a GPU "
+        "tells how fast they are."
+    )
+    assert not headlines(steps)[0].startswith("1 case")
+    on_gpus = [{**each, "config": {"device": "cuda"}} for each in (attention, *steps)]
+    assert "worked" not in headlines(on_gpus)[0]
+
+
 def test_what_is_unsteady_has_its_interval_and_a_busy_cpu_is_named() -> None:
     alone = {"phase": "step", "variant": "fp32", **row("model", SHAKY)}
     first, last = headlines([alone])
@@ -194,7 +207,7 @@ def test_a_timing_of_the_last_experiment_comes_first_and_has_its_verdict() -> No
     slow = [3 * sample for sample in STEADY]
     rows = [step("model", "bf16", STEADY), step("model", "fp32", slow)]
     rows += [step("train-step", "torch DDP", slow), step("train-step", "NaiveDDP", SHAKY)]
-    first, second, last = headlines(rows)
+    first, second, last = headlines([{**each, "config": {"device": "cuda"}} for each in rows])
     assert first == "bf16 takes 10 ms, 0.33 of fp32: faster, sure (model case)."
     assert second.startswith("NaiveDDP beside torch DDP: cannot tell, ")
     assert second.endswith(" (train-step case).")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions, roofline
 from bench_harness.attentions import CLOCKS, DTYPES, FEATURES, PASSES
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
 from bench_harness.display import cells, row_tables
 from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.experiments.base import DeviceOptions, Experiment
@@ -246,7 +246,10 @@ class Attention(Experiment):
         unit, size = cells.scale(last["tflop_s"].dropna(), "TFLOP/s")
         for name in ("tflop_s", *_RATES):
             last = last.assign(**{name: last[name] / size})
-        length, share = "over the sequence length", "error (share of the largest value)"
+        lengths, share = set(done["sequence"]), "error (share of the largest value)"
+        length = "over the sequence length"
+        if len(lengths) == 1:
+            length = f"at {lengths.pop():,} tokens"
         rate = draw(last, "tflop_s", f"throughput ({unit})", _RATES, log=False)
         times = [
             Figure(
@@ -579,10 +582,11 @@ def draw(
     ends: tuple[str, str] | None = None,
     *,
     log: bool = True,
-) -> MatplotlibFigure:
+) -> MatplotlibFigure | Bars:
     """A column over the sequence length: a panel per dtype, head dimension and mask.
 
-    ``ends`` are those of :func:`bench_harness.display.lines.points`.
+    Of one length it is a bar for each variant. ``ends`` are those of
+    :func:`bench_harness.display.lines.points`.
     """
     by = ["dtype", "head_dim", "value_head_dim", "mask", "softcap", "feature"]
     panels = [
@@ -597,4 +601,15 @@ def draw(
         )
         for title, panel in row_tables.by(done.sort_values(by[:2], kind="stable"), by)
     ]
+    if done["sequence"].nunique() == 1:
+        what, _, unit = unit.removesuffix(")").rpartition(" (")
+        bars = {
+            panel.title: [
+                Bar(name, {what: row["y"]}, row["low"], row["high"], row["steady"])
+                for name, line in panel.lines.items()
+                for _, row in line.iterrows()
+            ]
+            for panel in panels
+        }
+        return Bars(unit, bars)
     return draw_lines(panels, x="sequence length (tokens)", columns=min(4, len(panels)))

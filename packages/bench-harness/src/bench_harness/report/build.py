@@ -245,19 +245,26 @@ _STOPPED = ("error", "timeout", "oom")
 #: How names of variants begin that are PyTorch's own; and those that only bound the others.
 _PYTORCH = ("torch", "sdpa", "FSDP2")
 _BOUND = "no communication"
+#: What an experiment proves of each variant before it is timed.
+_PROVEN = {
+    "attention": "attention agrees with its definition in fp32 ({what})",
+    "train-step": "training on {ranks} ranks ends with the weights of plain averaging ({what})",
+}
 
 
 def headlines(rows: Iterable[Row]) -> list[str]:
     """The sentences, the most important first.
 
     Timings of later experiments stand before others, and those that are sure before those that are
-    not: the first sentence can be quoted if there is one that can.
+    not: the first sentence can be quoted if there is one that can. Where several experiments ran on
+    a CPU, it says what they have shown instead.
     """
     every = list(rows)
     latest = list(reversed(_by("experiment", every).values()))
     timings = [timing for own in latest if (timing := _fastest(own)) is not None]
     timings.sort(key=lambda timing: not timing[0])
-    found = [_unfinished(every), *(text for _, text in timings), *map(_peak, latest)]
+    found = [_unfinished(every), _shown(every), *(text for _, text in timings)]
+    found += map(_peak, latest)
     return [text for text in [*found, _unstable(every)] if text is not None]
 
 
@@ -306,6 +313,31 @@ def _unfinished(rows: list[Row]) -> str | None:
         return None
     which = [row["label"] for row in rows if row["case_key"] in ended]
     return f"{len(ended)} of {plural(len(cases), 'case')} did not finish, the first: {which[0]}."
+
+
+def _shown(rows: list[Row]) -> str | None:
+    """What several experiments on a CPU have proven: not how fast anything is."""
+    done = [row for row in rows if row["status"] == "ok"]
+    cases = {row["case_key"] for row in done}
+    if not on_cpu(done) or len(_by("experiment", done)) == 1:
+        return None
+    ranks = max((row["config"].get("world_size") or 1 for row in done), default=1)
+    variants = {
+        name: {row["variant"] for row in own if "variant" in row} - {_BOUND}
+        for name, own in _by("experiment", done).items()
+        if name in _PROVEN
+    }
+    proofs = [
+        _PROVEN[name].format(what=plural(len(own), "variant"), ranks=ranks)
+        for name, own in variants.items()
+        if own
+    ]
+    if not proofs:
+        return None
+    return (
+        f"{plural(len(cases), 'case')} worked on this CPU: {', and '.join(proofs)}. "
+        "Only a GPU tells how fast they are."
+    )
 
 
 def _fastest(rows: list[Row]) -> tuple[bool, str] | None:
