@@ -50,6 +50,8 @@ _KEPT_PREFIXES = (
     *("TORCH", "PYTORCH", "TRITON", "OMP_", "MKL_", "KMP_", "OPENBLAS_"),
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH")
+#: What torch's ranges have behind their names: sequence number, operation, shapes.
+_NUMBERED = re.compile(r", (?:seq|op_id|sizes|input_op_ids) = .*", re.DOTALL)
 #: Makes a report of a raw recording; part of Nsight Systems.
 _IMPORTER = "QdstrmImporter"
 
@@ -284,7 +286,10 @@ def _events(
 
 
 def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
-    """Push/pop ranges; a name is inline text or, where registered, an id of a string."""
+    """Push/pop ranges; a name is inline text or, where registered, an id of a string.
+
+    torch's own ranges, as ``record_function`` under ``emit_nvtx``, have numbers behind their names.
+    """
     if not columns:
         return []
     registered = "textId" in columns
@@ -296,7 +301,7 @@ def _ranges(database: sqlite3.Connection, columns: set[str]) -> list[Event]:
         (_PUSH_POP,),
     )
     return [
-        Event(str(name), start, end, (process, thread), end - start)
+        Event(_NUMBERED.sub("", str(name)), start, end, (process, thread), end - start)
         for name, start, end, process, thread in rows
         if name is not None
     ]
