@@ -195,10 +195,11 @@ def test_predictions_of_2026() -> None:
 
     forward = peak("fp32", training=False)
     first, later = (peak("fp32", training=True, second_step=again) for again in (False, True))
-    assert f"| {forward:.1f} | {first:.0f} | {later:.0f} |" in page
+    written_out = f"{forward:.1f} GiB for forward, {first:.0f} GiB for a first step"
+    assert f"{written_out} and {later:.0f} GiB for a later one" in page
     assert f"is {peak('bf16', training=True, second_step=True):.0f} instead of {later:.0f}" in page
     fused = peak("fp32", "sdpa", training=True, second_step=True)
-    assert f"falls to {fused:.1f} GiB" in page
+    assert page.count(f" | {fused:.1f} |") == 1
 
     def block(attention: str) -> float:
         two, one = (
