@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ddp_lite.transparent import TransparentWrapper
@@ -27,10 +28,12 @@ from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
+from shard_optim.fully_sharded.update_in_backward import UpdateInBackward
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 from shard_optim.place import SHARDED, check_layout, replicated_place
+from shard_optim.refused_gradient import USED
 
 _COMPILE_UNITS = (
     "units must be compiled, and before the model is wrapped, but got {} "
@@ -266,6 +269,47 @@ class FullyShardedDataParallel(TransparentWrapper):
         finally:
             self.schedule.paused = before
 
+    def update_in_backward(self, optimizer: Optimizer) -> None:
+        """From now on, ``optimizer`` updates each unit as soon as its gradients are averaged.
+
+        On CUDA it does so on a stream of its own, beside the rest of backward, and the gradient
+        shards of all units never live at once. Weights are bit for bit those without it, and the
+        training loop stays as it is::
+
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            model.update_in_backward(optimizer)  # on every rank
+            for tokens in batches:
+                optimizer.zero_grad()
+                model(tokens).mean().backward()  # updates most parameters
+                optimizer.step()  # updates the others: small ones, and those without a gradient
+
+        Every rank calls it, once. Set hyperparameters before backward, and save, evaluate and step
+        the learning-rate scheduler after ``step()``. To accumulate gradients, run all backward
+        passes but the last under :meth:`no_sync`. Post-accumulate hooks run before their unit is
+        updated, and step hooks of the optimizer once for every unit.
+
+        Args:
+            optimizer: of any class that updates each element alike, with every trainable parameter
+                of the units. Parameters may be in groups, and others may be with them.
+
+        Raises:
+            TypeError: if it is no ``torch.optim.Optimizer``.
+            ValueError: for a ``ShardedOptimizer``, a step that needs a closure, a class that looks
+                beyond one element, or an optimizer that lacks a parameter.
+            RuntimeError: at the second call. Later: in clipping and gradient scaling; in a backward
+                pass without ``step()`` and ``zero_grad()`` since the one before, or with
+                ``create_graph=True``; for a gradient that arrives after its parameter's update.
+        """
+        if self.schedule.updates is not None:
+            raise RuntimeError(
+                "update_in_backward() must be called once, but this model has an optimizer already "
+                f"({type(self.schedule.updates.optimizer).__name__}). Put all parameters into one "
+                "optimizer, or wrap the model anew."
+            )
+        updates = UpdateInBackward(optimizer, self.units, self.device)
+        self.schedule.updates = updates
+        self.schedule.history.note(f"called update_in_backward({type(optimizer).__name__})")
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over the whole gradients. Every rank calls it.
@@ -279,7 +323,10 @@ class FullyShardedDataParallel(TransparentWrapper):
 
         Raises:
             ValueError: for a negative ``max_norm``, or a norm type that is not positive.
+            RuntimeError: after ``update_in_backward``.
         """
+        if self.schedule.updates is not None:
+            raise RuntimeError(USED.format("clip_grad_norm_"))
         check_clipping(max_norm, norm_type)
         self.schedule.finish()
         sharded = [param for unit in self.units for param in unit.params]
