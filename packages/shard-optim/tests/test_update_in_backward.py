@@ -291,7 +291,7 @@ def check_order(rank, world_size):
     with pytest.raises(RuntimeError, match=r"another backward before zero_grad\(\)"):
         loss_of(model, 0, rank).backward()
     optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match="create_graph=True where update_in_backward"):
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*leave update_in_backward"):
         loss_of(model, 0, rank).backward(create_graph=True)
     with pytest.raises(RuntimeError, match="Call the closure first"):
         optimizer.step(lambda: None)
@@ -356,13 +356,9 @@ def check_failure(rank, world_size):
     for step in range(2, 4):
         take_step(model, optimizer, step, rank)
     log.removeHandler(handler)
-    assert len(texts) == 1 and "interrupted after it had updated 3 units" in texts[0], texts
+    assert len(texts) == 1
+    assert "interrupted after it had updated 3 units" in texts[0], texts
     assert all(param.isfinite().all() for param in model.parameters())
-
-
-class NeedsClosure(torch.optim.SGD):
-    def step(self, closure):
-        return super().step(closure)
 
 
 def check_refused(rank, world_size):
@@ -371,23 +367,22 @@ def check_refused(rank, world_size):
     matrices = [param for unit in model.units for param in unit.params]
     whole = {"partition": "whole"}
     for optimizer, error, text in (
-        ("adamw", TypeError, "must be a torch.optim.Optimizer, but got str"),
+        ("adamw", TypeError, "must be a plain torch.optim.Optimizer .*, but got str"),
         (
             ShardedOptimizer(params, torch.optim.SGD, lr=0.1),
-            ValueError,
-            "a ShardedOptimizer, which",
+            TypeError,
+            "but got ShardedOptimizer",
         ),
         (
             ShardedOptimizer(params, torch.optim.SGD, lr=0.1, offload_state=True),
-            ValueError,
-            "a ShardedOptimizer, which",
+            TypeError,
+            "but got ShardedOptimizer",
         ),
-        (ShardedOptimizer(matrices, torch.optim.Muon, **whole), ValueError, "a plain torch.optim"),
+        (ShardedOptimizer(matrices, torch.optim.Muon, **whole), TypeError, "a plain torch.optim"),
         (torch.optim.SGD(matrices[1:]), ValueError, "SGD without embed.weight"),
         (torch.optim.SGD(small), ValueError, "SGD without embed.weight"),
-        (torch.optim.SGD(nn.Linear(2, 2).parameters()), ValueError, "SGD without embed.weight"),
-        (torch.optim.LBFGS(params), ValueError, "LBFGS, whose step.. needs one"),
-        (NeedsClosure(params), ValueError, "NeedsClosure, whose step.. needs one"),
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), TypeError, "over the model's parameters"),
+        (torch.optim.LBFGS(params), ValueError, "but got LBFGS, which does not"),
         (torch.optim.Adafactor(params), ValueError, 'partition="whole"'),
         (torch.optim.SGD(params, differentiable=True), ValueError, "differentiable must be False"),
     ):

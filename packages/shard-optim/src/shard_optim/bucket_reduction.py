@@ -31,7 +31,7 @@ from ddp_lite.ranks import Ranks, start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.buckets import Bucket
 from shard_optim.communication import Communication, check_gradient
-from shard_optim.refused_gradient import REDUCED, ReducedGradient
+from shard_optim.refused_gradient import ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -312,7 +312,7 @@ class StandIn:
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
         zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
         self._param = param
-        self._grad = ReducedGradient.of(zeros.expand(param.shape), REDUCED)
+        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
         param_if_alive = weakref.ref(param)
 

@@ -199,11 +199,7 @@ class Watched:
         return describe(self.sharded.ranks, self.steps, places_of(enumerate(group["params"])))
 
     def check_first(self, optimizer: Optimizer) -> None:
-        """Checks, before the first step, what the optimizer is and has been given. Collective.
-
-        Raises:
-            ValueError: if it cannot update shards, or was loaded with another rank's state.
-        """
+        """Before the first step: ValueError for another rank's state, or what cannot use shards."""
         if not self.tells_origin:
             _check_update(optimizer)
         _check_choice_by_ndim(optimizer)

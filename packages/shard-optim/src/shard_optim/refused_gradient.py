@@ -118,14 +118,7 @@ class GradientShard(Tensor):
 class ReducedGradient(GradientShard):
     """Stands for a gradient that is elsewhere, or has been used: its values cannot be read."""
 
-    refusal: str  # the error's text, with {} for the name of a function
-
-    @classmethod
-    def of(cls, zeros: Tensor, refusal: str) -> ReducedGradient:
-        """One of the zeros' shape and dtype."""
-        made = zeros.as_subclass(cls)
-        made.refusal = refusal
-        return made
+    refusal = REDUCED  # the error's text, with {} for the name of a function
 
     @classmethod
     def __torch_function__(

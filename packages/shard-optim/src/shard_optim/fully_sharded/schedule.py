@@ -268,17 +268,11 @@ class Schedule:
 
         That second backward would read weights through buffers that other units have then.
         """
-        if not torch.is_grad_enabled():
-            return
-        if self.updates is not None:
-            raise RuntimeError(
-                "gradients of gradients need the weights of this forward, but got create_graph="
-                "True where update_in_backward() changes them. Leave one of the two out."
-            )
-        if self._reshard:
+        if torch.is_grad_enabled() and (self._reshard or self.updates is not None):
             raise RuntimeError(
                 "gradients of gradients need all weights at once, but got create_graph=True where "
-                "units take turns in a few buffers. Pass reshard_after_forward=False."
+                "units take turns in a few buffers, or are updated in backward. Pass "
+                "reshard_after_forward=False, and leave update_in_backward() out."
             )
 
     def _begin_backward(self) -> None:
@@ -360,11 +354,8 @@ class Schedule:
             self.updates.claim(unit, present)
 
     def _finish_oldest(self) -> None:
-        reduction = self._reductions.popleft()
-        if self.updates is None:
-            reduction.finish()
-        else:
-            self.updates.finish(reduction)
+        finish = UnitReduction.finish if self.updates is None else self.updates.finish
+        finish(self._reductions.popleft())
 
     def finish(self) -> None:
         """Ends the backward pass: afterwards gradients are averaged, and all is at rest."""
@@ -379,9 +370,9 @@ class Schedule:
             self._reduce_the_rest(trainable)
         self._end(trainable)
         if not self.paused:
-            run_deferred(self._params)
             if self.updates is not None:
-                self.updates.mark()
+                self.updates.end()
+            run_deferred(self._params)
 
     def _reduce_the_rest(self, trainable: Sequence[Unit]) -> None:
         late = self._queue[: self._next]  # gradients that came after their unit's reduction
@@ -405,8 +396,6 @@ class Schedule:
         self._queue, self._present = [], {}
         self._rest()
         self._free_buffers()
-        if self.updates is not None:
-            self.updates.join()
         for unit in trainable:
             unit.gradients.end()
         self.replicated.gradients.end()

@@ -9,7 +9,6 @@ of each updated unit carries a ``ReducedGradient``, until the user's ``step()``.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import weakref
 from collections import defaultdict, deque
@@ -34,15 +33,7 @@ MAX_UPDATES = 2
 
 
 class UpdateInBackward:
-    """Updates the units of one model by one optimizer. Collective, as its first checks are.
-
-    Args:
-        optimizer: holds every trainable parameter of the units.
-        device: of the parameters.
-
-    Raises:
-        TypeError, ValueError: for an optimizer that cannot update units one by one.
-    """
+    """Updates the units of one model by one optimizer. Its construction is collective."""
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], device: torch.device) -> None:
         self.optimizer, self._watched = optimizer, _checked(optimizer, units)
@@ -52,7 +43,7 @@ class UpdateInBackward:
         self._group_of: dict[Tensor, int] = {}
         self._claimed: dict[Unit, set[int]] = {}  # positions that this backward updates
         self._updated: list[nn.Parameter] = []  # one of each unit that has been updated
-        self._refusing: dict[nn.Parameter, Tensor] = {}  # gradients, made once
+        self._refusing: dict[nn.Parameter, ReducedGradient] = {}  # their gradients, made once
         self._pending = False  # a backward has updated units, and no step has followed
         # Events after updates, and averages that these read. Memory that ``record_stream`` protects
         # would not be used again while a CUDA graph is recorded.
@@ -61,22 +52,19 @@ class UpdateInBackward:
 
         def before_step(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self = self_if_alive()
-            if self is not None and not self._watched.in_update:
-                self._before_step(*args[1:], **kwargs)
+            if self is None or self._watched.in_update:
+                return
+            if kwargs.get("closure", (*args, None)[1]) is not None:  # after the optimizer itself
+                raise RuntimeError(
+                    "step() must come after backward under update_in_backward(), but got a closure "
+                    "that runs backward inside. Call the closure first, then step()."
+                )
+            self._pending = False
+            for param, refusing in self._refusing.items():
+                if param.grad is refusing:
+                    param.grad = None
 
         optimizer.register_step_pre_hook(before_step)
-
-    def _before_step(self, closure: Any = None, **_: Any) -> None:
-        """Before the user's own step: from here on gradients may be read again."""
-        if closure is not None:
-            raise RuntimeError(
-                "step() must come after backward where update_in_backward() updates units, but got "
-                "a closure, which runs backward inside. Call the closure first, then step()."
-            )
-        self._pending = False
-        for param, refusing in self._refusing.items():
-            if param.grad is refusing:
-                param.grad = None
 
     # --- during backward -----------------------------------------------------------------------
 
@@ -94,8 +82,7 @@ class UpdateInBackward:
 
     def claim(self, unit: Unit, present: Iterable[int]) -> None:
         """When a unit's reduction is launched: those that had a gradient will be updated."""
-        held = {position for position in present if unit.params[position] in self._group_of}
-        self._claimed[unit] = held
+        self._claimed[unit] = {at for at in present if unit.params[at] in self._group_of}
 
     def check_arrival(self, unit: Unit, position: int) -> None:
         """When a gradient arrives; RuntimeError if its parameter's has been given away."""
@@ -108,27 +95,22 @@ class UpdateInBackward:
             )
 
     def finish(self, reduction: UnitReduction) -> None:
-        """Waits for a reduction, and updates what was claimed."""
+        """Waits for a reduction, and updates what was claimed, after the stream's work so far."""
         reduction.wait()
-        unit, stream = reduction.unit, self._stream
-        if stream is None:
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            while len(self._running) >= MAX_UPDATES:
+                current.wait_event(self._running.popleft()[0])
+            self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):  # none on a CPU
             reduction.store()
-            self._update(unit)
-            return
-        current = torch.cuda.current_stream(self._device)
-        while len(self._running) >= MAX_UPDATES:
-            current.wait_event(self._running.popleft()[0])
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            reduction.store()
-            self._update(unit)
-        self._running.append((stream.record_event(), reduction.output))
+            if positions := sorted(self._claimed.get(reduction.unit, ())):
+                self._update(reduction.unit, positions)
+        if self._stream is not None:
+            self._running.append((self._stream.record_event(), reduction.output))
 
     @torch.no_grad()
-    def _update(self, unit: Unit) -> None:
-        positions = sorted(self._claimed[unit])
-        if not positions:
-            return
+    def _update(self, unit: Unit, positions: Sequence[int]) -> None:
         params = [unit.params[position] for position in positions]
         members = defaultdict(list)
         for param in params:
@@ -154,22 +136,16 @@ class UpdateInBackward:
 
     # --- afterwards ----------------------------------------------------------------------------
 
-    def join(self) -> None:
-        """Makes the current stream wait for all updates."""
-        self._claimed.clear()
-        self._running.clear()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-    def mark(self) -> None:
+    def end(self) -> None:
         """After a backward that was not paused: gradients that were used refuse to be read."""
         self._pending = True
         for param in self._updated:
             if param not in self._refusing:
                 zeros = param.new_zeros(()).expand(param.shape)
-                self._refusing[param] = ReducedGradient.of(zeros, USED)
+                self._refusing[param] = zeros.as_subclass(ReducedGradient)
+                self._refusing[param].refusal = USED
             param.grad = self._refusing[param]
-        self._updated.clear()
+        self._clear()
 
     def abandon(self) -> None:
         """After a backward that an exception ended."""
@@ -179,29 +155,24 @@ class UpdateInBackward:
                 "checkpoint: other parameters, and other ranks, may not have been updated.",
                 len(self._updated),
             )
-            self._updated.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Makes the current stream wait for all updates, and forgets them."""
+        for each in (self._claimed, self._updated, self._running):
+            each.clear()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def _checked(optimizer: Any, units: Sequence[Unit]) -> Watched:
     """What is known of the optimizer, after checks."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}. Pass "
-            "one that was made from the model's parameters()."
-        )
     name = type(optimizer).__name__
-    known = watched(optimizer)
-    if known is not None and known.tells_origin:
-        raise ValueError(
-            "optimizer must be a plain torch.optim.Optimizer to update units in backward, but got "
-            f"a {name}, which steps over all parameters at once, whole matrices and state in host "
-            "memory included. Pass torch.optim.AdamW(model.parameters())."
-        )
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    if any(each.default is each.empty and each.kind < each.VAR_POSITIONAL for each in arguments):
-        raise ValueError(
-            f"optimizer must step without a closure to update units in backward, but got {name}, "
-            "whose step() needs one. Leave update_in_backward() out."
+    known = watched(optimizer) if isinstance(optimizer, Optimizer) else None
+    if known is None or known.tells_origin:  # a ShardedOptimizer steps over all parameters at once
+        raise TypeError(
+            "optimizer must be a plain torch.optim.Optimizer over the model's parameters, but got "
+            f"{name}. Pass torch.optim.AdamW(model.parameters())."
         )
     held = set(all_params(optimizer.param_groups))
     for unit in units:
@@ -211,10 +182,5 @@ def _checked(optimizer: Any, units: Sequence[Unit]) -> Watched:
                     "optimizer must hold every trainable parameter of the model's units, but got "
                     f"{name} without {each}. Make it from the model's parameters()."
                 )
-    if known is None:
-        raise ValueError(
-            f"optimizer must hold parameters of the model, but got {name} without any. Make it "
-            "from the model's parameters()."
-        )
     known.check_first(optimizer)
     return known

@@ -272,42 +272,36 @@ class FullyShardedDataParallel(TransparentWrapper):
     def update_in_backward(self, optimizer: Optimizer) -> None:
         """From now on, ``optimizer`` updates each unit as soon as its gradients are averaged.
 
-        On CUDA it does so on a stream of its own, beside the rest of backward, and the gradient
-        shards of all units never live at once. Weights are bit for bit those without it, and the
-        training loop stays as it is::
+        On CUDA it does so beside the rest of backward, and the gradient shards of all units never
+        live at once. Weights are bit for bit those without it, and the loop stays as it is::
 
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            model.update_in_backward(optimizer)  # on every rank
+            model.update_in_backward(optimizer)  # once, on every rank
             for tokens in batches:
                 optimizer.zero_grad()
-                model(tokens).mean().backward()  # updates most parameters
-                optimizer.step()  # updates the others: small ones, and those without a gradient
+                model(tokens).mean().backward()  # updates units
+                optimizer.step()  # updates small parameters, and those without a gradient here
 
-        Every rank calls it, once. Set hyperparameters before backward, and save, evaluate and step
-        the learning-rate scheduler after ``step()``. To accumulate gradients, run all backward
-        passes but the last under :meth:`no_sync`. Post-accumulate hooks run before their unit is
-        updated, and step hooks of the optimizer once for every unit.
+        Set hyperparameters before backward; save, evaluate and step schedulers after ``step()``. To
+        accumulate gradients, run all backward passes but the last under :meth:`no_sync`. Hooks on
+        gradients run before their unit is updated, and step hooks of the optimizer once a unit.
 
         Args:
-            optimizer: of any class that updates each element alike, with every trainable parameter
-                of the units. Parameters may be in groups, and others may be with them.
+            optimizer: holds every trainable parameter of the units, and treats elements alike.
 
         Raises:
-            TypeError: if it is no ``torch.optim.Optimizer``.
-            ValueError: for a ``ShardedOptimizer``, a step that needs a closure, a class that looks
-                beyond one element, or an optimizer that lacks a parameter.
-            RuntimeError: at the second call. Later: in clipping and gradient scaling; in a backward
-                pass without ``step()`` and ``zero_grad()`` since the one before, or with
-                ``create_graph=True``; for a gradient that arrives after its parameter's update.
+            TypeError: if it is no ``torch.optim.Optimizer``, or a ``ShardedOptimizer``.
+            ValueError: if it lacks a parameter, or looks beyond one element, as LBFGS does.
+            RuntimeError: at the second call. Later: in clipping and scaling; in a backward without
+                ``step()`` and ``zero_grad()`` after the one before, or with ``create_graph=True``;
+                for a gradient that arrives after its parameter's update.
         """
         if self.schedule.updates is not None:
             raise RuntimeError(
-                "update_in_backward() must be called once, but this model has an optimizer already "
-                f"({type(self.schedule.updates.optimizer).__name__}). Put all parameters into one "
-                "optimizer, or wrap the model anew."
+                "update_in_backward() must be called once, with one optimizer for all units, but "
+                "was called before. Wrap the model anew."
             )
-        updates = UpdateInBackward(optimizer, self.units, self.device)
-        self.schedule.updates = updates
+        self.schedule.updates = UpdateInBackward(optimizer, self.units, self.device)
         self.schedule.history.note(f"called update_in_backward({type(optimizer).__name__})")
 
     @torch.no_grad()
