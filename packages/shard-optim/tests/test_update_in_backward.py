@@ -408,6 +408,8 @@ CHECKS = [
     ("models, kept", check_models, ({"reshard_after_forward": False},)),
     ("classes", check_classes, ()),
     ("dtypes", check_dtypes, ()),
+    ("reads", check_reads, ()),
+    ("order", check_order, ()),
     *(
         (function.__name__.removeprefix("check_").replace("_", " "), function, ())
         for function in (
@@ -418,8 +420,6 @@ CHECKS = [
             check_freezing_later,
             check_counts_in_groups,
             check_hooks,
-            check_reads,
-            check_order,
             check_failure,
             check_refused,
             check_late_gradient,

@@ -85,8 +85,8 @@ class UpdateInBackward:
         self._claimed[unit] = {at for at in present if unit.params[at] in self._group_of}
 
     def check_arrival(self, unit: Unit, position: int) -> None:
-        """When a gradient arrives; RuntimeError if its parameter's has been given away."""
-        if position in self._claimed.get(unit, ()):
+        """When a gradient arrives; RuntimeError if those of its unit have been given away."""
+        if self._claimed.get(unit):
             raise RuntimeError(
                 "under update_in_backward() each parameter must get its gradient once in a "
                 f"backward, but that of {unit.names[position]} in {unit.name!r} grew after its "
