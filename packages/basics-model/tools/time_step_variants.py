@@ -266,7 +266,8 @@ class Variant:
     Attributes:
         forwards: in place of those of modules.
         inductor: options of the compiler.
-        adamw: torch's fused one, or :class:`UnitAdamW` "at-once" or "overlapped".
+        adamw: torch's fused one, after backward or "in-backward" by ``update_in_backward``; or
+            :class:`UnitAdamW` "at-once" or "overlapped".
         moments: dtype of the moments of :class:`UnitAdamW`.
         products: of the model.
         priority: of the stream of the computation; a lower number goes first.
@@ -287,7 +288,8 @@ VARIANTS = {
     "today": Variant(),
     "joined": Variant(products=joined_products),
     "carried": Variant(products=joined_products, forwards=CARRIED),
-    "overlapped": Variant(products=joined_products, adamw="overlapped"),
+    "in-backward": Variant(adamw="in-backward"),
+    "overlapped": Variant(adamw="overlapped"),
     "all": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped"),
     "first": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped", priority=-1),
     "moments": Variant(
@@ -344,7 +346,7 @@ class Step:
         adam = {"lr": 1e-4, "weight_decay": 1e-2}
         self.unit_adamw: UnitAdamW | None = None
         updated = list(self.module.parameters())
-        if variant.adamw != "torch":
+        if variant.adamw in ("at-once", "overlapped"):
             self.unit_adamw = UnitAdamW(
                 self.module,
                 overlapped=variant.adamw != "at-once",
@@ -353,6 +355,8 @@ class Step:
             )
             updated = list(self.module.replicated.params)
         self.optimizer = torch.optim.AdamW(updated, fused=True, capturable=True, **adam)
+        if variant.adamw == "in-backward":
+            self.module.update_in_backward(self.optimizer)
         draw = torch.Generator(DEVICE).manual_seed(dist.get_rank())
         shape = (options.batch, options.sequence + 1)
         tokens = torch.randint(config.vocab_size, shape, device=DEVICE, generator=draw)

@@ -125,6 +125,10 @@ def test_classes_of_one_name_and_two_learning_rates_have_labels_of_their_own() -
             {"optimizer": {"name": "zero-redundancy", "offload_state": True}},
             "offload_state must be off in ZeroRedundancyOptimizer, but got True. Remove it",
         ),
+        (
+            {"optimizer": {"name": "adamw", "update_in_backward": True}},
+            "update_in_backward must come with wrapper 'fully-sharded'",
+        ),
         ({"wrapper": "fsdp2", "optimizer": "muon"}, "elements alike under FSDP2, but got Muon"),
         ({"wrapper": {"name": "fully-sharded", "replicas": 0}}, "replicas must be at least 1"),
         (
@@ -256,6 +260,10 @@ def case(tmp_path_factory):
                 {"wrapper": {"name": "fully-sharded", "replicas": 2}, "optimizer": OFFLOADED},
                 {"optimizer": SHARDED["optimizer"] | {"offload_state": True}},
                 {
+                    "wrapper": "fully-sharded",
+                    "optimizer": {"name": "adamw", "update_in_backward": True},
+                },
+                {
                     "wrapper": "flat",
                     "checkpoint_blocks": 1,
                     "keep_attention": True,
@@ -315,7 +323,7 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     # Two blocks, embedding and head, in forward at least.
     assert counts["FullyShardedDataParallel"] >= 4
     assert counts["FSDP2, compile=blocks"] >= 4
-    assert len(counts) == 3, "nothing else gathers parameters"
+    assert len(counts) == 4, "nothing else gathers parameters"
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])

@@ -100,13 +100,15 @@ def check_mesh(rank, world_size, shape):
     check_values(rank, world_size, {"process_group": init_device_mesh("cuda", shape)}, False, False)
 
 
-def check_no_synchronization(rank, world_size, reshard):
+def check_no_synchronization(rank, world_size, reshard, early=False):
     """After warm-up, nothing in a step makes the host wait for the device."""
     device = torch.device("cuda", rank)
     model = FullyShardedDataParallel(
         build(device), compute_dtype=torch.bfloat16, reshard_after_forward=reshard
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if early:
+        model.update_in_backward(optimizer)
     batches = [batch(rank, step, device) for step in range(5)]
     try:
         for step, tokens in enumerate(batches):
@@ -319,6 +321,93 @@ def check_memory(rank, world_size):
     assert abs(measured - expected) < 0.03 * expected, (measured, expected)
 
 
+def check_update_in_backward(rank, world_size, reshard):
+    """Bit for bit as without it: eager, recorded, and with sleeps before each update and block."""
+    device, results = torch.device("cuda", rank), []
+    inputs = torch.empty(64, WIDTH, device=device)
+    for early, recorded, slow in (
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+        (True, True, False),
+        (True, True, True),
+    ):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.manual_seed(0)
+            with device:  # no embedding, whose gradient is summed in any order
+                module = nn.Sequential(*(Block(WIDTH, checkpointed=False) for _ in range(6)))
+            model = FullyShardedDataParallel(
+                module,
+                compute_dtype=torch.bfloat16,
+                reduce_dtype=torch.bfloat16,
+                reshard_after_forward=reshard,
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
+            if early:
+                model.update_in_backward(optimizer)
+            if slow:
+                sleep = lambda *_: torch.cuda._sleep(2_000_000)  # noqa: E731
+                optimizer.register_step_pre_hook(sleep)
+                for block in list(module)[rank::2]:
+                    block.up.register_full_backward_hook(sleep)
+
+            def step(model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = model(inputs.bfloat16()).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            losses = []
+            for number in range(7):
+                generator = torch.Generator().manual_seed(100 * number + rank)
+                inputs.copy_(torch.randn(64, WIDTH, generator=generator))
+                if recorded and number == 3:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(
+                        graph,
+                        stream=torch.cuda.current_stream(),
+                        capture_error_mode="thread_local",
+                    ):
+                        loss = step()
+                if recorded and number >= 3:
+                    graph.replay()
+                else:
+                    loss = step()
+                losses.append(loss.clone())
+            results.append((torch.stack(losses), model.full_parameters()))
+        torch.cuda.synchronize()
+    for losses, weights in results[1:]:
+        assert torch.equal(losses, results[0][0]), (losses, results[0][0])
+        for name, value in results[0][1].items():
+            assert torch.equal(weights[name], value), name
+
+
+def check_memory_of_updates(rank, world_size):
+    """The peak of a step holds the gradients of at most five of sixteen units, not of all."""
+    device, width, peaks = torch.device("cuda", rank), 1024, []
+    inputs = torch.randn(8, width, device=device)
+    for early in (False, True):
+        with device:
+            module = nn.Sequential(*(Block(width, checkpointed=False) for _ in range(16)))
+        model = FullyShardedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if early:
+            model.update_in_backward(optimizer)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del module, model, optimizer
+        gc.collect()
+    unit = 4 * 8 * width**2 // world_size  # bytes of one unit's gradient shards
+    assert peaks[0] - peaks[1] > 10 * unit, [peak / unit for peak in peaks]
+
+
 CHECKS = {
     "eager": (check_values, ({}, False, False)),
     "two ahead": (check_values, ({"prefetch": 2}, False, False)),
@@ -330,10 +419,14 @@ CHECKS = {
     "mesh of 2 x 1": (check_mesh, ((2, 1),)),
     "no host synchronization, kept": (check_no_synchronization, (False,)),
     "no host synchronization, resharded": (check_no_synchronization, (True,)),
+    "no host synchronization, updates in backward": (check_no_synchronization, (True, True)),
     "recorded, kept": (check_recorded, (False,)),
     "recorded, resharded": (check_recorded, (True,)),
     "recorded copies, kept": (check_recorded_copies, (False,)),
     "recorded copies, resharded": (check_recorded_copies, (True,)),
+    "updates in backward, kept": (check_update_in_backward, (False,)),
+    "updates in backward, resharded": (check_update_in_backward, (True,)),
+    "memory of updates": (check_memory_of_updates, ()),
     "slow streams": (check_slow_streams, ()),
     "two streams": (check_two_streams, ()),
     "memory": (check_memory, ()),

@@ -295,20 +295,24 @@ def test_a_full_checkpoint_is_streamed(fake_group):
 
 
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_dropped_model_leaves_no_memory(fake_group, reshard):
+@pytest.mark.parametrize(("reshard", "early"), [(True, False), (False, False), (True, True)])
+def test_a_dropped_model_leaves_no_memory(fake_group, reshard, early):
     """Dropped after a step and one more backward, whose gradients nobody uses."""
     model = FullyShardedDataParallel(
         Model(), compute_dtype=torch.bfloat16, reshard_after_forward=reshard
     )
     optimizer = torch.optim.AdamW(model.parameters())
+    if early:
+        model.update_in_backward(optimizer)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
+        if early:
+            optimizer.zero_grad()
     model(torch.ones(2, WIDTH)).sum().backward()
     kept = [*model.parameters(), model, model.module, optimizer, *model.units, *model.slots]
     kept += [unit.shard for unit in model.units] + [slot.whole for slot in model.slots]
-    kept += [param.grad for param in model.parameters()]
+    kept += [param.grad for param in model.parameters() if param.grad is not None]
     kept += [state["exp_avg"] for state in optimizer.state.values()]
     alive = [weakref.ref(each) for each in kept]
     del model, optimizer, kept

@@ -14,8 +14,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import Ranks, all_reduce
-from shard_optim.origin import shard_ranks_of
+from shard_optim.origin import shard_ranks_of, watched
 from shard_optim.parameter_groups import all_params
+from shard_optim.refused_gradient import USED
 
 
 def check_clipping(max_norm: Any, norm_type: Any) -> None:
@@ -96,6 +97,9 @@ class ShardedGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
+        known = watched(optimizer)
+        if known is not None and known.updates_units:
+            raise RuntimeError(USED.format("unscale_"))
         ranks: Ranks | None = getattr(optimizer, "ranks", None)
         if ranks is not None and hasattr(optimizer, "local_gradients"):  # a ShardedOptimizer
             grads = optimizer.local_gradients()

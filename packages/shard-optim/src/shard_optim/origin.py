@@ -186,6 +186,8 @@ class Watched:
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
         self.steps = 0  # that it has begun
         self.sharded = sharded  # of its first parameter that belongs to a sharded model
+        self.updates_units = False  # in backward, by ``update_in_backward``
+        self.in_update = False  # such an update is under way
         # It is a ``ShardedOptimizer``, which does so and has tried its class already.
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
         if not self.tells_origin:
@@ -195,6 +197,16 @@ class Watched:
     def origin(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The origin of the state of one parameter group."""
         return describe(self.sharded.ranks, self.steps, places_of(enumerate(group["params"])))
+
+    def check_first(self, optimizer: Optimizer) -> None:
+        """Before the first step: ValueError for another rank's state, or what cannot use shards."""
+        if not self.tells_origin:
+            _check_update(optimizer)
+        _check_choice_by_ndim(optimizer)
+        # State that was loaded before the first step brought its origin into the groups.
+        origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]
+        if any(origin is not None for origin in origins):
+            self.check(optimizer, origins)
 
     def _add_origin(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if state_dict["state"]:  # trainers ask before the first step too
@@ -273,7 +285,7 @@ def watched(optimizer: Optimizer) -> Watched | None:
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     known = watched(optimizer)
-    if known is None:
+    if known is None or known.in_update:
         return
     if known.sharded.history.in_backward:
         raise RuntimeError(
@@ -282,13 +294,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "gradients are this rank's own and not averaged yet. Call step() after backward."
         )
     if known.steps == 0:
-        if not known.tells_origin:
-            _check_update(optimizer)
-        _check_choice_by_ndim(optimizer)
-        # State that was loaded before the first step brought its origin into the groups.
-        origins = [group.pop(ORIGIN, None) for group in optimizer.param_groups]
-        if any(origin is not None for origin in origins):
-            known.check(optimizer, origins)
+        known.check_first(optimizer)
     known.steps += 1
     known.sharded.history.note(f"stepped {type(optimizer).__name__} with {_settings(optimizer)}")
 

@@ -8,7 +8,8 @@ norm over all parameters and ``torch.amp.GradScaler`` look at all of them.
 
 In stages 1 and 2 this rank's shard lies elsewhere and ``param.grad`` would be None, over which
 ``torch.nn.utils.clip_grad_norm_`` passes: it would return 0 and clip nothing. There one parameter
-of each bucket carries a ``ReducedGradient``, which refuses to be computed with at all.
+of each bucket carries a ``ReducedGradient``, which refuses to be computed with at all. So does one
+parameter of each unit whose gradients ``update_in_backward`` has used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._guards import CompileContext
+from torch.utils import _pytree as pytree
+
+REDUCED = (
+    "gradients must be read through the optimizer under reduce_gradients=True, but got {}() of a "
+    "parameter's grad, which has been reduced into shards. Call optimizer.clip_grad_norm_() "
+    "instead of torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
+    "torch.amp.GradScaler, or read optimizer.local_gradients()."
+)
+USED = (
+    "gradients must not be read, scaled or clipped after update_in_backward(), but got {}(): the "
+    "optimizer has used each unit's gradients during backward. Leave update_in_backward() out, or "
+    "read gradients in a hook (register_post_accumulate_grad_hook)."
+)
 
 _CLIP = (
     "Call clip_grad_norm_() of the FullyShardedDataParallel instead of "
@@ -102,7 +116,9 @@ class GradientShard(Tensor):
 
 
 class ReducedGradient(GradientShard):
-    """A gradient of which every rank holds a shard elsewhere: its values cannot be read."""
+    """Stands for a gradient that is elsewhere, or has been used: its values cannot be read."""
+
+    refusal = REDUCED  # the error's text, with {} for the name of a function
 
     @classmethod
     def __torch_function__(
@@ -116,10 +132,6 @@ class ReducedGradient(GradientShard):
         compiling = CompileContext.current_compile_id() is not None
         if compiling or getattr(func, "__name__", None) == "__get__":
             return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
-        raise RuntimeError(
-            "gradients must be read through the optimizer under reduce_gradients=True, but got "
-            f"{getattr(func, '__name__', func)}() of a parameter's grad, which has been reduced "
-            "into shards. Call optimizer.clip_grad_norm_() instead of "
-            "torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
-            "torch.amp.GradScaler, or read optimizer.local_gradients()."
-        )
+        given = pytree.tree_leaves((args, kwargs))
+        refusal = next(each.refusal for each in given if isinstance(each, ReducedGradient))
+        raise RuntimeError(refusal.format(getattr(func, "__name__", func)))

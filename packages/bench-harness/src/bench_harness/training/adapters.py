@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -303,6 +303,7 @@ def plain(
     lr: float = 1e-4,
     fused: bool | None = None,
     offload_state: bool = False,
+    update_in_backward: bool = False,
     **arguments: Any,
 ) -> Any:
     """One of torch's optimizers.
@@ -310,6 +311,7 @@ def plain(
     Args:
         fused: one kernel for all parameters; None means on CUDA only.
         offload_state: the state rests in host memory, by :class:`shard_optim.ShardedOptimizer`.
+        update_in_backward: of a ``fully-sharded`` model, each unit as its gradients are averaged.
     """
     arguments |= over.settings(lr, fused)
     if over.capturable:
@@ -319,7 +321,10 @@ def plain(
 
         arguments["offload_state"] = True
         return ShardedOptimizer(over.module.parameters(), cls, **arguments)
-    return cls(over.module.parameters(), **arguments)
+    optimizer = cls(over.module.parameters(), **arguments)
+    if update_in_backward:
+        cast(Any, over.module).update_in_backward(optimizer)
+    return optimizer
 
 
 def muon(

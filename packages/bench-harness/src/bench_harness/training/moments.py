@@ -138,11 +138,12 @@ def _predicted(training: Training, variant: Settings) -> Row:
             reduced=0,
             reshard_after_forward=False,
         )
+    left = not variant.optimizer.get("update_in_backward")  # gradients of units, after backward
     return {
         "stage": variant.zero_stage,
         "parameters": round(memory.parameters + gathered),
-        "gradients": round(memory.gradients),
-        "kept_gradients": round(memory.kept_gradients),
+        "gradients": round(left * memory.gradients),
+        "kept_gradients": round(left * memory.kept_gradients),
         "optimizer_state": round(memory.optimizer_state),
         "offloads": variant.offloads,
     }
@@ -173,8 +174,8 @@ def _gradient_bytes(training: Training, *, shards: bool) -> int:
     """
     local = getattr(training.optimizer, "local_gradients", None)
     held = _nbytes(local()) if shards and local is not None else 0
-    parameters = training.workload.module.parameters()
-    return held + _nbytes(p.grad for p in parameters if p.grad is not None)
+    grads = [p.grad for p in training.workload.module.parameters() if p.grad is not None]
+    return held + _nbytes(grad for grad in grads if not hasattr(grad, "refusal"))  # stand-ins
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

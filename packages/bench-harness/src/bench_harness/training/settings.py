@@ -137,6 +137,12 @@ class Settings:
                 "offload_state must come with optimizer state in shards, but got "
                 f'{self.label()}. Set optimizer = {{ name = "sharded", offload_state = true }}.'
             )
+        alone = wrapper.name == "fully-sharded" and not self.offloads
+        if optimizer.get("update_in_backward") and not alone:
+            raise ValueError(
+                "update_in_backward must come with wrapper 'fully-sharded' and without "
+                f"offload_state, but got {self.label()}. Remove it."
+            )
         if shards and optimizer.name in ("sharded", "zero-redundancy"):
             raise ValueError(
                 f"optimizer must be an unsharded one under {wrapper.title}, but got "
@@ -194,7 +200,7 @@ class Settings:
 
     def without_communication(self) -> Settings:
         """The same step with nothing exchanged: no wrapper, and all state on the device."""
-        optimizer = self.optimizer.without("offload_state")
+        optimizer = self.optimizer.without("offload_state", "update_in_backward")
         if optimizer.name in ("sharded", "zero-redundancy"):
             kept = tuple(each for each in optimizer.arguments if each[0] in ("lr", "fused"))
             optimizer = Call("adamw", kept)

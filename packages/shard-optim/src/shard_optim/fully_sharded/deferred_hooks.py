@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shard_optim.refused_gradient import ReducedGradient
+
 
 def register_own(param: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Registers a hook that autograd calls at once."""
@@ -39,7 +41,8 @@ def run_deferred(params: Iterable[Tensor]) -> None:
     for param in params:
         table: dict[int, Any] | None = param._post_accumulate_grad_hooks
         for hook in list(table.values()) if table else ():
-            if type(hook) is _Deferred and param.grad is not None:
+            used = param.grad is None or type(param.grad) is ReducedGradient
+            if type(hook) is _Deferred and not used:
                 hook.hook(param)
 
 

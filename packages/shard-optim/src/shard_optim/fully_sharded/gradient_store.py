@@ -6,7 +6,7 @@ Between steps it belongs to the optimizer and has the shape and dtype of the res
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -82,9 +82,13 @@ class GradientStore:
         """After the parameters are at rest: gives all reduced gradients to the optimizer."""
         self.begun = False
         self._new.clear()
+        self.give(range(len(self._params)))
+
+    def give(self, positions: Iterable[int]) -> None:
+        """Makes reduced gradients those of parameters that are at rest."""
         marked = not self._sharded
-        for position, param in enumerate(self._params):
-            grad = self._reduced[position]
+        for position in positions:
+            param, grad = self._params[position], self._reduced[position]
             if grad is not None:
                 if not marked:
                     marked = True

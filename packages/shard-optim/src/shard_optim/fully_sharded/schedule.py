@@ -37,6 +37,7 @@ from shard_optim.fully_sharded.deferred_hooks import defer, register_own, run_de
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
+from shard_optim.fully_sharded.update_in_backward import UpdateInBackward
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 
@@ -86,6 +87,7 @@ class Schedule:
     ) -> None:
         self.units, self.replicated = list(units), replicated
         self.paused = False  # whether backward passes keep whole gradients instead of reducing them
+        self.updates: UpdateInBackward | None = None  # what updates units during backward
         self._prefetch, self._reshard = prefetch, reshard
         self._slots = list(dict.fromkeys(unit.slot for unit in units))
         self.generation = 0  # number of forwards that have begun
@@ -235,6 +237,8 @@ class Schedule:
             def on_gradient(_param: Tensor, position: int = position) -> None:
                 unit, schedule = unit_if_alive(), schedule_if_alive()
                 if unit is not None and schedule is not None and not schedule.paused:
+                    if schedule.updates is not None:
+                        schedule.updates.check_arrival(unit, position)
                     unit.arrived.add(position)
                     if len(unit.arrived) == unit.expected:
                         schedule._launch_complete(unit)
@@ -264,15 +268,18 @@ class Schedule:
 
         That second backward would read weights through buffers that other units have then.
         """
-        if torch.is_grad_enabled() and self._reshard:
+        if torch.is_grad_enabled() and (self._reshard or self.updates is not None):
             raise RuntimeError(
                 "gradients of gradients need all weights at once, but got create_graph=True where "
-                "units take turns in a few buffers. Pass reshard_after_forward=False."
+                "units take turns in a few buffers, or are updated in backward. Pass "
+                "reshard_after_forward=False, and leave update_in_backward() out."
             )
 
     def _begin_backward(self) -> None:
         if self._backward:
             return
+        if self.updates is not None:
+            self.updates.begin(self._params)
         self._agree_on_trainable()
         self._backward = self.history.in_backward = True
         defer(self._params, self)
@@ -335,7 +342,7 @@ class Schedule:
 
     def _reduce(self, unit: Unit) -> None:
         while len(self._reductions) >= MAX_REDUCTIONS:
-            self._reductions.popleft().finish()
+            self._finish_oldest()
         for earlier in self._reductions:
             earlier.start_all_reduce()
         reduction, present = unit.launch_reduction()
@@ -343,6 +350,12 @@ class Schedule:
         self._order_digest = hash((self._order_digest, -1 - self._number[unit], reduced))
         self._reductions.append(reduction)
         self._present.setdefault(unit, set()).update(present)
+        if self.updates is not None:
+            self.updates.claim(unit, present)
+
+    def _finish_oldest(self) -> None:
+        finish = UnitReduction.finish if self.updates is None else self.updates.finish
+        finish(self._reductions.popleft())
 
     def finish(self) -> None:
         """Ends the backward pass: afterwards gradients are averaged, and all is at rest."""
@@ -357,6 +370,8 @@ class Schedule:
             self._reduce_the_rest(trainable)
         self._end(trainable)
         if not self.paused:
+            if self.updates is not None:
+                self.updates.end()
             run_deferred(self._params)
 
     def _reduce_the_rest(self, trainable: Sequence[Unit]) -> None:
@@ -364,7 +379,7 @@ class Schedule:
         for unit in (*self._queue[self._next :], *(unit for unit in late if unit.arrived)):
             self._reduce(unit)
         while self._reductions:
-            self._reductions.popleft().finish()
+            self._finish_oldest()
         parameters = [
             (unit, position) for unit in trainable for position in unit.reduce_plan.positions
         ]
@@ -415,6 +430,8 @@ class Schedule:
             )
         while self._reductions:
             self._reductions.popleft().finish()
+        if self.updates is not None:
+            self.updates.abandon()
         self._order_digest = 0
         self.history.take()
         self._expect_order(self.units)  # ranks may have disagreed

@@ -177,10 +177,12 @@ class UnitReduction:
             )
 
     def finish(self) -> None:
-        """Waits for the collectives, and adds this rank's averages to its gradients.
+        """Waits for the collectives, and adds this rank's averages to its gradients."""
+        self.wait()
+        self.store()
 
-        On CUDA the current stream waits, not the host.
-        """
+    def wait(self) -> None:
+        """Waits for the collectives. On CUDA the current stream waits, not the host."""
         unit = self.unit
         if unit.replicas is None:
             unit.ranks.call(unit.reduce_words, self.work.wait)
@@ -189,7 +191,10 @@ class UnitReduction:
             assert self.all_reduce is not None
             unit.replicas.call(unit.all_reduce_words, self.all_reduce.wait)
         self.inputs.clear()  # before the averages take more memory
-        plan = self.plan
+
+    def store(self) -> None:
+        """Adds this rank's averages, in the parameters' dtype, to its gradients."""
+        unit, plan = self.unit, self.plan
         received = plan.parts(in_dtype(self.output, unit.dtype), plan.counts)
         unit.gradients.add(plan.positions, received)
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from ddp_lite.transparent import TransparentWrapper
@@ -27,10 +28,12 @@ from shard_optim.fully_sharded.schedule import Schedule, UnitCall
 from shard_optim.fully_sharded.structure import StructureWatch
 from shard_optim.fully_sharded.unit import Slot, Unit
 from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
+from shard_optim.fully_sharded.update_in_backward import UpdateInBackward
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
 from shard_optim.origin import Sharded, replaced, watch_optimizers
 from shard_optim.place import SHARDED, check_layout, replicated_place
+from shard_optim.refused_gradient import USED
 
 _COMPILE_UNITS = (
     "units must be compiled, and before the model is wrapped, but got {} "
@@ -266,6 +269,41 @@ class FullyShardedDataParallel(TransparentWrapper):
         finally:
             self.schedule.paused = before
 
+    def update_in_backward(self, optimizer: Optimizer) -> None:
+        """From now on, ``optimizer`` updates each unit as soon as its gradients are averaged.
+
+        On CUDA it does so beside the rest of backward, and the gradient shards of all units never
+        live at once. Weights are bit for bit those without it, and the loop stays as it is::
+
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            model.update_in_backward(optimizer)  # once, on every rank
+            for tokens in batches:
+                optimizer.zero_grad()
+                model(tokens).mean().backward()  # updates units
+                optimizer.step()  # updates small parameters, and those without a gradient here
+
+        Set hyperparameters before backward; save, evaluate and step schedulers after ``step()``. To
+        accumulate gradients, run all backward passes but the last under :meth:`no_sync`. Hooks on
+        gradients run before their unit is updated, and step hooks of the optimizer once a unit.
+
+        Args:
+            optimizer: holds every trainable parameter of the units, and treats elements alike.
+
+        Raises:
+            TypeError: if it is no ``torch.optim.Optimizer``, or a ``ShardedOptimizer``.
+            ValueError: if it lacks a parameter, or looks beyond one element, as LBFGS does.
+            RuntimeError: at the second call. Later: in clipping and scaling; in a backward without
+                ``step()`` and ``zero_grad()`` after the one before, or with ``create_graph=True``;
+                for a gradient that arrives after its parameter's update.
+        """
+        if self.schedule.updates is not None:
+            raise RuntimeError(
+                "update_in_backward() must be called once, with one optimizer for all units, but "
+                "was called before. Wrap the model anew."
+            )
+        self.schedule.updates = UpdateInBackward(optimizer, self.units, self.device)
+        self.schedule.history.note(f"called update_in_backward({type(optimizer).__name__})")
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over the whole gradients. Every rank calls it.
@@ -279,7 +317,10 @@ class FullyShardedDataParallel(TransparentWrapper):
 
         Raises:
             ValueError: for a negative ``max_norm``, or a norm type that is not positive.
+            RuntimeError: after ``update_in_backward``.
         """
+        if self.schedule.updates is not None:
+            raise RuntimeError(USED.format("clip_grad_norm_"))
         check_clipping(max_norm, norm_type)
         self.schedule.finish()
         sharded = [param for unit in self.units for param in unit.params]
