@@ -23,10 +23,9 @@ from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
-#: What a run folder keeps, and a published row does not: the machine's state, tracebacks, second
-#: clocks.
-_LEFT_OUT = (
-    *("schema", "case_rows", "machine_before", "machine_after", "detail"),
+#: What a published row leaves to its case, or out: the machine's state, tracebacks, second clocks.
+_NOT_IN_ROWS = (
+    *(*_CASE, "schema", "case_rows", "machine_before", "machine_after", "detail"),
     *("samples_device_ms", "samples_fastest_rank_ms"),
 )
 #: Significant digits of a published number: finer than what two samples ever share.
@@ -72,17 +71,12 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     about = {name: rows[0][name] for name in _CASE if rows[0].get(name) is not None}
     config = {name: value for name, value in about["config"].items() if name != "label"}
     environment = environments.get(rows[0]["environment"], {})
-    own = [
-        {
-            name: _rounded(value)
-            for name, value in row.items()
-            if name not in (*_CASE, *_LEFT_OUT) and value is not None
-        }
-        for row in rows
-    ]
-    for row in own:
-        if row.get("status") == "ok":
-            del row["status"]
+    own = []
+    for row in rows:
+        kept = {k: _rounded(v) for k, v in row.items() if k not in _NOT_IN_ROWS and v is not None}
+        if kept.get("status") == "ok":
+            del kept["status"]
+        own.append(kept)
     shared = {
         name: value
         for name, value in own[0].items()
@@ -110,15 +104,15 @@ def read(file: Path) -> list[Row]:
     """
     try:
         content = file.read_bytes()
-        text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        lines = (gzip.decompress(content) if file.suffix == ".gz" else content).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
         cause = getattr(error, "strerror", None) or error
         raise ValueError(
             f"rows must be a readable file, but got {file} ({cause}). Measure it again "
             "and publish it, or remove the block."
         ) from None
     found: list[Row] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             case = json.loads(line)
             rows, shared = case.pop("rows"), case.pop("shared", {})
@@ -133,16 +127,12 @@ def read(file: Path) -> list[Row]:
 
 def circumstances(rows: Iterable[Row]) -> list[str]:
     """Hardware, versions and commits of rows, one line per machine."""
-    commits: dict[str, dict[str, None]] = {}
+    machines: dict[str, dict[str, None]] = {}
     for row in rows:
-        commit = row.get("commit")
-        known = commits.setdefault(row["measured_on"], {})
-        if commit:
-            known[commit[:12] + " with changes" * commit.endswith("-dirty")] = None
-    return [
-        ", ".join([machine, *(f"commit {commit}" for commit in marks)])
-        for machine, marks in commits.items()
-    ]
+        marks = machines.setdefault(row["measured_on"], {})
+        if commit := row.get("commit"):
+            marks[f", commit {commit[:12]}" + " with changes" * commit.endswith("-dirty")] = None
+    return [machine + "".join(marks) for machine, marks in machines.items()]
 
 
 def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
