@@ -35,8 +35,7 @@ def execute(path: Path) -> Any:
         work, temporary, jupyter = (folder / each for each in ("work", "temporary", "jupyter"))
         for each in (work, temporary, jupyter):
             each.mkdir()
-        kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        environment = kept | {
+        environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "",
             "IPYTHONDIR": str(jupyter),
             "MPLCONFIGDIR": str(jupyter),
@@ -45,13 +44,11 @@ def execute(path: Path) -> Any:
             "TMPDIR": str(temporary),
             "TORCHINDUCTOR_CACHE_DIR": str(jupyter / "inductor"),
             "TRITON_CACHE_DIR": str(jupyter / "triton"),
+            "TRITON_INTERPRET": "0",
         }
         # Files instead of ports connect this process and the kernel.
-        manager = AsyncKernelManager(
-            transport="ipc",
-            ip=str(jupyter / "kernel"),
-            connection_file=str(jupyter / "kernel.json"),
-        )
+        address, file = str(jupyter / "kernel"), str(jupyter / "kernel.json")
+        manager = AsyncKernelManager(transport="ipc", ip=address, connection_file=file)
         client = nbclient.NotebookClient(
             notebook,
             km=manager,
@@ -70,20 +67,15 @@ def execute(path: Path) -> Any:
     return notebook
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m scripts.run_notebooks")
     parser.add_argument("notebooks", nargs="*", type=Path, help="these; all, if none is named")
     parser.add_argument("--output", type=Path, help="a folder; by default where they stand")
     given = parser.parse_args()
     for path in given.notebooks or sorted(FOLDER.glob("*.ipynb")):
         target = (given.output or path.parent) / path.name
-        nbformat.write(execute(path), target)
+        try:
+            nbformat.write(execute(path), target)
+        except RuntimeError as error:
+            sys.exit(str(error))
         print(target)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RuntimeError as error:
-        sys.exit(str(error))

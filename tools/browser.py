@@ -32,20 +32,14 @@ def run(page: Path, *options: str, timeout_s: float = 120.0) -> subprocess.Compl
         raise BrowserError(
             f"needs Chromium: one of {', '.join(NAMES)} must be on the PATH; found none"
         )
+    usual = ["--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     # Chromium's sandbox refuses to run as root, as in a container.
-    rights = ["--no-sandbox"] if os.geteuid() == 0 else []
+    usual += ["--no-sandbox"] * (os.geteuid() == 0)
     with tempfile.TemporaryDirectory(prefix="bench-browser-") as profile:
+        where = (f"--user-data-dir={profile}", page.absolute().as_uri())
+        command = [browser, *usual, *options, *where]
         try:
-            done = subprocess.run(
-                [
-                    *(browser, "--headless", "--disable-gpu", f"--user-data-dir={profile}"),
-                    *("--no-first-run", "--disable-background-networking", *rights, *options),
-                    page.absolute().as_uri(),
-                ],
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise BrowserError(f"{browser} did not end within {timeout_s:g} s") from None
     if done.returncode:

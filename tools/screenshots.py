@@ -12,8 +12,8 @@ recorded steps. It writes FOLDER/PAGE-WIDTH-SCHEME.png, for widths of 1280 and 3
 colour schemes, and needs Chromium.
 """
 
-import contextlib
-import io
+import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -22,11 +22,9 @@ from pathlib import Path
 from PIL import Image
 from tools import browser
 
-from bench_harness import cli
-
 ROOT = Path(__file__).resolve().parents[1]
-#: Pages of bench-harness, and of the site.
-OWN = ("report", "comparison", "timeline")
+#: Pages of bench-harness, and where the commands of :data:`MEASURE` leave them in FOLDER/runs.
+OWN = {"report": "a/report.html", "comparison": "comparison.html", "timeline": "timeline.html"}
 PAGES = (
     "index.html",
     "start/index.html",
@@ -37,12 +35,16 @@ PAGES = (
     "reference/ddp-lite.html",
     "packages/ddp-lite/index.html",
 )
-#: What the pages of bench-harness show.
-MEASURED = (
-    *("train-step", "--device", "cpu", "--sizes", "custom", "--d-model", "64", "--d-ff", "128"),
-    *("--num-layers", "2", "--num-heads", "2", "--vocab-size", "256", "--sequences", "64"),
-    *("--variants", "naive,bucketed,torch-ddp", "--calls", "2", "--profiled"),
-)
+MEASURE = r"""
+for run in a b; do
+    python -m bench_harness train-step --device cpu --sizes custom --d-model 64 --d-ff 128 \
+        --num-layers 2 --num-heads 2 --vocab-size 256 --sequences 64 --calls 2 --profiled \
+        --variants naive,bucketed,torch-ddp --output $run
+done
+python -m bench_harness compare a b --page comparison.html
+find a/artifacts -name '*.json.gz' | sort | xargs \
+    python -m bench_harness trace --page timeline.html > tables.txt
+"""
 WIDTHS = (1280, 390)
 HEIGHT = 2400
 SCHEMES = {"light": [], "dark": ["--blink-settings=preferredColorScheme=0"]}
@@ -63,38 +65,26 @@ def shoot(page: Path, target: Path, width: int, options: list[str]) -> None:
         picture.crop((0, 0, width, HEIGHT)).save(target)
 
 
-def own_pages(folder: Path) -> dict[str, Path]:
-    """The pages of bench-harness by name, measured unless the folder holds them."""
-    runs = [folder / "runs" / name for name in ("a", "b")]
-    commands = [[*MEASURED, "--output", str(run)] for run in runs]
-    pages = {name: folder / "runs" / f"{name}.html" for name in OWN[1:]}
-    commands.append(["compare", *map(str, runs), "--page", str(pages["comparison"])])
-    for command in commands:
-        if cli.main(command):
-            raise browser.BrowserError(f"bench-harness {' '.join(command)} failed")
-    traces = sorted((runs[0] / "artifacts").rglob("*.json.gz"))
-    with contextlib.redirect_stdout(io.StringIO()):  # its tables are on the page
-        cli.main(["trace", *map(str, traces), "--page", str(pages["timeline"])])
-    return {"report": runs[0] / "report.html", **pages}
-
-
-def site_pages(folder: Path, asked: list[str]) -> dict[str, Path]:
-    """Pages of the site by the names of their pictures."""
-    site = folder / "site"
-    build = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
-    subprocess.run([*build, "--site-dir", str(site.absolute())], cwd=ROOT, check=True)
-    files = site.rglob("*.html") if asked == ["site"] else (site / page for page in asked)
-    return {"-".join(f.relative_to(site).with_suffix("").parts): f for f in sorted(files)}
+def run(script: str, folder: Path) -> None:
+    """Runs a shell script whose Python is this one, in a folder that may not exist yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=environment, check=True
+    )
 
 
 def main(arguments: list[str]) -> None:
     """The command line."""
-    folder, asked = Path(arguments[0]), arguments[1:] or [*OWN, *PAGES]
-    pages: dict[str, Path] = {}
-    if set(asked) & set(OWN):
-        pages |= {name: page for name, page in own_pages(folder).items() if name in asked}
+    folder, asked = Path(arguments[0]).absolute(), arguments[1:] or [*OWN, *PAGES]
+    pages = {name: folder / "runs" / OWN[name] for name in asked if name in OWN}
+    if pages:
+        run(MEASURE, folder / "runs")
     if of_site := [page for page in asked if page not in OWN]:
-        pages |= site_pages(folder, of_site)
+        site = folder / "site"
+        run(f"python -m mkdocs build --quiet --strict --site-dir {shlex.quote(str(site))}", ROOT)
+        files = site.rglob("*.html") if asked == ["site"] else (site / page for page in of_site)
+        pages |= {"-".join(f.relative_to(site).with_suffix("").parts): f for f in sorted(files)}
     for name, page in pages.items():
         for width in WIDTHS:
             for scheme, options in SCHEMES.items():
@@ -108,5 +98,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     try:
         main(sys.argv[1:])
-    except browser.BrowserError as error:
+    except (browser.BrowserError, subprocess.CalledProcessError) as error:
         sys.exit(str(error))

@@ -77,23 +77,19 @@ class Sweep:
 def sweeps(rows: pd.DataFrame) -> list[Sweep]:
     """The cells that the model can be fitted to."""
     found = []
-    done = row_tables.finished(rows)
-    for _, cell in done.groupby("case_key", sort=False):
-        if "buckets" not in cell:
-            continue
-        buckets = cell[cell["settings"].map(_only_sized) & cell["buckets"].notna()]
+    for _, cell in row_tables.finished(rows).groupby("case_key", sort=False):
         bare = cell[cell["variant"] == "no communication"]
-        if buckets["buckets"].nunique() >= 3 and len(bare):
+        sized = cell[cell["settings"].map(_only_sized)]
+        if len(bare) and "buckets" in sized and sized["buckets"].nunique() >= 3:
             label = str(cell["label"].iloc[0])
-            found.append(Sweep(label, buckets.sort_values("buckets"), bare.iloc[0]))
+            found.append(Sweep(label, sized.sort_values("buckets"), bare.iloc[0]))
     return found
 
 
 def _only_sized(settings: Any) -> bool:
     """Whether a variant is the bucketed wrapper with nothing given but the size of its buckets."""
-    wrapper = settings["wrapper"]
-    sized = wrapper["name"] == "bucketed" and isinstance(wrapper.get("bucket_size_mb"), float)
-    return sized and set(wrapper) == {"name", "bucket_size_mb"}
+    name, size = (settings["wrapper"].get(key) for key in ("name", "bucket_size_mb"))
+    return name == "bucketed" and isinstance(size, float) and len(settings["wrapper"]) == 2
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:

@@ -25,6 +25,7 @@ from bench_harness.display.plots import png_bytes
 from bench_harness.display.timelines import timelines as checked
 from bench_harness.report.frame import to_frame
 from bench_harness.report.write import grid
+from bench_harness.training.constructors import refuse_unknown
 
 #: Code that a page shows, in which a block is an example; or a block; or what only begins as one.
 _BLOCK = re.compile(
@@ -121,7 +122,7 @@ class _Recipes:
                 f"recipes must be a readable TOML file, but got {file} ({error}). Correct it, or "
                 "the mark."
             ) from None
-        _check_keys(self._given, ("source", "block"), file.name)
+        refuse_unknown(self._given, ("source", "block"), file.name)
         self._file, self._links_from, self._pictures = file, links_from, pictures
         self._read = functools.cache(published.read)
         self._source = functools.cache(self._made_source)
@@ -139,7 +140,7 @@ class _Recipes:
             "show": self._shown,
             "figure": self._picture,
         }
-        _check_keys(block, (*makers, "value"), "block")
+        refuse_unknown(block, (*makers, "value"), "block")
         parts = [make(block[key]) for key, make in makers.items() if key in block]
         return "\n" + "\n\n".join(parts) + "\n\n" if parts else ""
 
@@ -163,7 +164,9 @@ class _Recipes:
     def _made_source(self, name: Any) -> _Source:
         known = self._given.get("source", {})
         wanted = _one_of("source", known, name, remedy="Define it in the same file.")
-        _check_keys(wanted, _SOURCE, "source", needed="rows")
+        refuse_unknown(wanted, _SOURCE, "source")
+        if "rows" not in wanted:
+            raise ValueError(f"source {name} must have rows, but got none. Name a published file.")
         given = wanted["rows"]
         files = [
             self._file.parent / each for each in ([given] if isinstance(given, str) else given)
@@ -205,9 +208,9 @@ class _Recipes:
 
     def _shown(self, wanted: Mapping[str, Any]) -> str:
         """A table as Markdown."""
-        _check_keys(wanted, _SHOW, "show", needed="source")
+        refuse_unknown(wanted, _SHOW, "show")
         where, digits = wanted.get("where", {}), wanted.get("digits")
-        frame = _where(self._source(wanted["source"]).frame, where)
+        frame = _where(self._source(wanted.get("source")).frame, where)
         if frame.empty:
             raise ValueError(f"where must match rows, but got none for {where}. Correct it.")
         if "sort" in wanted:
@@ -238,8 +241,13 @@ class _Recipes:
 
     def _picture(self, wanted: Mapping[str, Any]) -> str:
         """A link to a picture, which is drawn when it is written."""
+        refuse_unknown(wanted, _FIGURE, "figure")
         source = self._source(wanted.get("source"))
-        _check_keys(wanted, _FIGURE, "figure", needed="name" if source.experiment else "by")
+        if source.experiment is None and "by" not in wanted:
+            raise ValueError(
+                "a figure of plain rows must have by, the field that tells their timelines apart, "
+                "but got none. Name it, or an experiment in the source."
+            )
         name, rows = wanted.get("name", ""), source.rows
         if "variants" in wanted:
             rows = _variants(rows, wanted["variants"])
@@ -266,18 +274,12 @@ class _Recipes:
 
     def _text(self, text: str, asked: Mapping[str, Any]) -> str:
         """Sentences whose numbers come from sources."""
-        # A template comes with a page, and rendering somebody else's page must not run its code.
-        # Markdown, not HTML: there is nothing to escape.
-        templates = ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, autoescape=False
-        )
-        templates.filters["figure"] = figure
         values = {
             name: _cell(self._source(source).frame, *cell)
             for name, (source, *cell) in asked.items()
         }
         try:
-            return templates.from_string(text).render(values).strip()
+            return _TEMPLATES.from_string(text).render(values).strip()
         except (jinja2.TemplateError, TypeError, ZeroDivisionError) as error:
             raise ValueError(
                 f"text must be a template that its values fill in, but got: {error}. Correct it."
@@ -309,13 +311,13 @@ def short_names(labels: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a label has none.
     """
-    for label in labels:
-        if label not in names():
-            raise ValueError(
-                f"a variant must have a name in tools/pages/{_NAMES.name}, but got {label!r}. "
-                "Add one of at most 16 characters."
-            )
-    return [names()[label] for label in labels]
+    try:
+        return [names()[label] for label in labels]
+    except KeyError as error:
+        raise ValueError(
+            f"a variant must have a name in tools/pages/{_NAMES.name}, but got {error}. "
+            "Add one of at most 16 characters."
+        ) from None
 
 
 def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.DataFrame:
@@ -340,6 +342,12 @@ def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
 def figure(value: Any, digits: int = 3) -> str:
     """A number with so many significant digits, never in exponents."""
     return f"{Decimal(f'{float(value):.{digits - 1}e}'):,f}"
+
+
+# A template comes with a page, and rendering somebody else's page must not run its code.
+# Markdown, not HTML: there is nothing to escape.
+_TEMPLATES = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, autoescape=False)
+_TEMPLATES.filters["figure"] = figure
 
 
 def _cell(frame: pd.DataFrame, column: str, where: Mapping[str, Any] | None = None) -> Any:
@@ -372,12 +380,3 @@ def _one_of(what: str, known: Any, name: Any, among: str = "", remedy: str = "Co
             f"{what} must be one of {', '.join(map(str, known))}{among}, but got {name!r}. {remedy}"
         )
     return known[name]
-
-
-def _check_keys(
-    given: Mapping[str, Any], known: Sequence[str], what: str, needed: str | None = None
-) -> None:
-    for key in given:
-        _one_of(f"{what} key", dict.fromkeys(known), key, remedy="Remove or correct it.")
-    if needed is not None and needed not in given:
-        raise ValueError(f"a {what} must have {needed}, but got {', '.join(given)}. Add it.")

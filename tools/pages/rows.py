@@ -56,11 +56,8 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
             f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "
             "them with report."
         )
-    texts = (
-        json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        for line in lines
-    )
-    content = "".join(text + "\n" for text in texts).encode()
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    content = "".join(encoder.encode(line) + "\n" for line in lines).encode()
     # Without the time of day, so that equal rows give equal files.
     replace_file(target, gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
     return len(lines)
@@ -71,12 +68,13 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     about = {name: rows[0][name] for name in _CASE if rows[0].get(name) is not None}
     config = {name: value for name, value in about["config"].items() if name != "label"}
     environment = environments.get(rows[0]["environment"], {})
-    own = []
-    for row in rows:
-        kept = {k: _rounded(v) for k, v in row.items() if k not in _NOT_IN_ROWS and v is not None}
-        if kept.get("status") == "ok":
-            del kept["status"]
-        own.append(kept)
+    kept = [
+        {k: v for k, v in row.items() if k not in _NOT_IN_ROWS and v is not None} for row in rows
+    ]
+    own = json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.{_DIGITS}g}"))
+    for row in own:
+        if row.get("status") == "ok":
+            del row["status"]
     shared = {
         name: value
         for name, value in own[0].items()
@@ -86,14 +84,6 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     if shared:  # stands once
         line["shared"] = shared
     return {**line, "rows": [{k: v for k, v in row.items() if k not in shared} for row in own]}
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def read(file: Path) -> list[Row]:
@@ -144,16 +134,17 @@ def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
     started = datetime.now(UTC)
     rows = run(case)
     described = environment.describe() | {"torch": environment.describe_torch()}
-    git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
+    git = described["git"] or {"commit": "unknown", "dirty": False}
+    identity = environment.fingerprint(described)
     about: Row = {
         "experiment": case.experiment,
         "case_key": case.key,
         "label": case.label,
-        "environment": environment.fingerprint(described),
+        "environment": identity,
         "commit": git["commit"] + "-dirty" * git["dirty"],
         "started": started.isoformat(),
         "seconds": round((datetime.now(UTC) - started).total_seconds(), 3),
         "config": dict(case.config),
     }
-    line = case_line([{**about, **row} for row in rows], {about["environment"]: described})
-    target.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    line = case_line([{**about, **row} for row in rows], {identity: described})
+    replace_file(target, (json.dumps(line, ensure_ascii=False) + "\n").encode())

@@ -71,18 +71,18 @@ def table(tests: Path, rows: Iterable[Path]) -> str:
         ran[versions].append(
             f"{run['part']}: {run['passed']:,} passed{skipped}{took}, on {gpus} at {run['commit']}"
         )
-    cases: dict[tuple[str, str], set[str]] = defaultdict(set)
-    machines: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for file in rows:
-        for row in published.read(file):
-            versions, gpus = _machine(row["measured_on"])
-            if gpus:
-                cases[versions].add(f"{file.name} {row['case_key']}")
-                machines[versions].add(gpus)
+    cases = {
+        (file, row["case_key"]): _machine(row["measured_on"])
+        for file in rows
+        for row in published.read(file)
+    }
+    on_gpus = [(versions, gpus) for versions, gpus in cases.values() if gpus]
     lines = ["| torch | Triton | tests on GPUs | measured |", "|---|---|---|---|"]
-    for key in sorted({*ran, *cases}, reverse=True):
-        of = ", ".join(sorted(machines[key]))
-        measured = f"{plural(len(cases[key]), 'case')}, on {of}" if cases[key] else "nothing"
+    for key in sorted({*ran, *dict(on_gpus)}, reverse=True):
+        own = [gpus for versions, gpus in on_gpus if versions == key]
+        measured = (
+            f"{plural(len(own), 'case')}, on {', '.join(sorted({*own}))}" if own else "nothing"
+        )
         lines.append(f"| {key[0]} | {key[1]} | {'; '.join(ran[key]) or 'none'} | {measured} |")
     return "\n".join(lines)
 
