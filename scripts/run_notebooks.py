@@ -26,40 +26,29 @@ def execute(path: Path) -> Any:
     """A notebook with the outputs of a run in an empty folder.
 
     Raises:
-        RuntimeError: it left files there, or in the folder of temporary files.
+        RuntimeError: it left files there, where temporary files go, too.
         nbclient.exceptions.CellExecutionError: a cell raised.
     """
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory(prefix="notebook-") as name:
-        folder = Path(name)
-        work, temporary, jupyter = (folder / each for each in ("work", "temporary", "jupyter"))
-        for each in (work, temporary, jupyter):
-            each.mkdir()
+    temporary = tempfile.TemporaryDirectory
+    with temporary(prefix="notebook-") as work, temporary(prefix="jupyter-") as jupyter:
         environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "",
-            "IPYTHONDIR": str(jupyter),
-            "MPLCONFIGDIR": str(jupyter),
+            "HOME": jupyter,  # settings and caches of IPython, Matplotlib and Triton
             "OMP_NUM_THREADS": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "TMPDIR": str(temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(jupyter / "inductor"),
-            "TRITON_CACHE_DIR": str(jupyter / "triton"),
+            "TMPDIR": work,
+            "TORCHINDUCTOR_CACHE_DIR": f"{jupyter}/inductor",
             "TRITON_INTERPRET": "0",
         }
         # Files instead of ports connect this process and the kernel.
-        address, file = str(jupyter / "kernel"), str(jupyter / "kernel.json")
+        address, file = f"{jupyter}/kernel", f"{jupyter}/kernel.json"
         manager = AsyncKernelManager(transport="ipc", ip=address, connection_file=file)
-        client = nbclient.NotebookClient(
-            notebook,
-            km=manager,
-            timeout=200,
-            startup_timeout=200,
-            resources={"metadata": {"path": str(work)}},
-            record_timing=False,
-        )
+        where = {"metadata": {"path": work}}
+        limits = {"timeout": 200, "startup_timeout": 200, "record_timing": False}
+        client = nbclient.NotebookClient(notebook, km=manager, resources=where, **limits)
         client.execute(env=environment)
-        left = [file.name for each in (work, temporary) for file in sorted(each.rglob("*"))]
-        if left:
+        if left := [file.name for file in sorted(Path(work).rglob("*"))]:
             raise RuntimeError(f"{path.name} leaves {', '.join(left[:5])} behind.")
     code = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     notebook.metadata["outputs_of"] = hashlib.sha256(code.encode()).hexdigest()[:16]

@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             case = loss_curves.case(given.variants, resolve_device("auto"))
             measure(case, loss_curves.run, given.target)
         elif given.command == "tested":
-            about = {"part": given.part, "commit": given.commit, "machine": given.machine}
-            run = versions.record(given.target, given.junit, **about)
+            about = given.part, given.commit, given.machine
+            run = versions.record(given.target, given.junit, *about)
             print(f"{run['passed']} passed, in {given.target}")
         else:
             only = [text for text in map(str.strip, given.only.split(",")) if text]
@@ -60,11 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fill(file: Path, *, check: bool) -> int:
     made = render(file)
-    problems = list(made.problems)
-    outdated = made.text != file.read_text(encoding="utf-8")
+    problems, outdated = list(made.problems), made.text != file.read_text(encoding="utf-8")
     if check and outdated:
         problems.append(f"{file} is outdated. Run python -m tools.pages fill {file}.")
-    if not check:
+    elif not check:
         for path, picture in made.pictures.items():
             try:
                 replace_file(path, picture())

@@ -39,10 +39,6 @@ _UNESCAPED = str.maketrans(
     {"\ue000": "[", "\ue001": "]", "\ue002": "<br><small>", "\ue003": "</small>"}
 )
 _NAMES = Path(__file__).with_name("variant_names.toml")
-#: Keys of a source, of a table and of a picture.
-_SOURCE = ("rows", "experiment", "table", "cases", "fields", "where")
-_SHOW = ("source", "columns", "where", "sort", "digits", "names", "settings", "interval")
-_FIGURE = ("source", "name", "file", "title", "variants", "by")
 _OWN_TABLES: dict[Any, Callable[[pd.DataFrame], pd.DataFrame]] = {
     own.TITLE: own.table for own in (bucket_model, loss_curves, recomputation)
 }
@@ -130,9 +126,8 @@ class _Recipes:
 
     def body(self, name: str) -> str:
         """The text between a block's marks."""
-        blocks = self._given.get("block", {})
-        among = f" in {self._file.name}"
-        block = _one_of("block", blocks, name, among, remedy="Correct the mark.")
+        known = self._given.get("block", {})
+        block = _one_of(f"block of {self._file.name}", known, name, "Correct the mark.")
         makers: dict[str, Callable[[Any], str]] = {
             "measured": self._measured,
             "versions": self._versions,
@@ -162,9 +157,10 @@ class _Recipes:
         return posixpath.relpath(file.as_posix(), self._links_from.as_posix())
 
     def _made_source(self, name: Any) -> _Source:
-        known = self._given.get("source", {})
-        wanted = _one_of("source", known, name, remedy="Define it in the same file.")
-        refuse_unknown(wanted, _SOURCE, "source")
+        given = self._given.get("source", {})
+        wanted = _one_of("source", given, name, "Define it in the same file.")
+        known = ("rows", "experiment", "table", "cases", "fields", "where")
+        refuse_unknown(wanted, known, "source")
         if "rows" not in wanted:
             raise ValueError(f"source {name} must have rows, but got none. Name a published file.")
         given = wanted["rows"]
@@ -181,7 +177,7 @@ class _Recipes:
             )
         where, title = wanted.get("where", {}), wanted.get("table")
         if which[0] is None:
-            frame = _fields(rows, where, wanted.get("fields"))
+            frame = _fields(rows, wanted)
         elif title in _OWN_TABLES:
             frame = _where(_OWN_TABLES[title](to_frame(rows)), where)
         else:
@@ -208,7 +204,8 @@ class _Recipes:
 
     def _shown(self, wanted: Mapping[str, Any]) -> str:
         """A table as Markdown."""
-        refuse_unknown(wanted, _SHOW, "show")
+        known = "source columns where sort digits names settings interval"
+        refuse_unknown(wanted, known.split(), "show")
         where, digits = wanted.get("where", {}), wanted.get("digits")
         frame = _where(self._source(wanted.get("source")).frame, where)
         if frame.empty:
@@ -218,37 +215,33 @@ class _Recipes:
             frame = frame.sort_values(wanted["sort"], kind="stable")
         if "interval" in wanted:
             middle, *ends = wanted["interval"]
-            columns = [_column(frame, name) for name in (middle, *ends)]
+            numbers = [_column(frame, name) for name in (middle, *ends)]
             texts = [
                 "{:.{d}f} \ue000{:.{d}f}, {:.{d}f}\ue001".format(*row, d=wanted.get("digits", 1))
-                for row in zip(*columns, strict=True)
+                for row in zip(*numbers, strict=True)
             ]
             frame = frame.assign(**{middle: texts})
         if "names" in wanted:
-            frame = _with_short_names(frame, wanted["names"], settings=wanted.get("settings", True))
-        chosen = [
-            (name, name) if isinstance(name, str) else tuple(name)
-            for name in wanted.get("columns", list(map(str, frame.columns)))
-        ]
-        shown = frame[[_column(frame, name).name for name, _ in chosen]]
-        shown.columns = [title for _, title in chosen]
-        lines = grid(shown, digits=digits).split("\n")
+            labels = [str(label) for label in _column(frame, wanted["names"])]
+            second = "\ue002{}\ue003" if wanted.get("settings", True) else ""
+            pairs = zip(labels, short_names(labels), strict=True)
+            texts = [short + second.format(label) * (short != label) for label, short in pairs]
+            frame = frame.assign(**{wanted["names"]: texts})
+        columns = wanted.get("columns", map(str, frame.columns))
+        titles = dict([each, each] if isinstance(each, str) else each for each in columns)
+        shown = frame[[_column(frame, name).name for name in titles]]
+        lines = grid(shown.set_axis(list(titles.values()), axis=1), digits=digits).split("\n")
         if "interval" in wanted:  # a text, but to the right as a number
             rules = lines[1].split(" ")
-            rules[1 + 2 * [name for name, _ in chosen].index(middle)] = "---:"
+            rules[1 + 2 * list(titles).index(middle)] = "---:"
             lines[1] = " ".join(rules)
         return "\n".join(lines).translate(_UNESCAPED)
 
     def _picture(self, wanted: Mapping[str, Any]) -> str:
         """A link to a picture, which is drawn when it is written."""
-        refuse_unknown(wanted, _FIGURE, "figure")
+        refuse_unknown(wanted, ("source", "name", "file", "title", "variants", "by"), "figure")
         source = self._source(wanted.get("source"))
-        if source.experiment is None and "by" not in wanted:
-            raise ValueError(
-                "a figure of plain rows must have by, the field that tells their timelines apart, "
-                "but got none. Name it, or an experiment in the source."
-            )
-        name, rows = wanted.get("name", ""), source.rows
+        name, by, rows = wanted.get("name"), wanted.get("by", "variant"), source.rows
         if "variants" in wanted:
             rows = _variants(rows, wanted["variants"])
         target = self._file.parent / wanted["file"]
@@ -261,7 +254,7 @@ class _Recipes:
 
         def draw() -> bytes:
             if source.experiment is None:
-                drawn: Any = checked({row[wanted["by"]]: row["timeline"] for row in rows})
+                drawn: Any = checked({row[by]: row["timeline"] for row in rows})
             elif name in _OWN_FIGURES:
                 drawn = _OWN_FIGURES[name](to_frame(rows))
             else:
@@ -286,14 +279,12 @@ class _Recipes:
             ) from None
 
 
-def _fields(
-    rows: Sequence[Row], where: Mapping[str, Any], fields: Sequence[Any] | None
-) -> pd.DataFrame:
+def _fields(rows: Sequence[Row], wanted: Mapping[str, Any]) -> pd.DataFrame:
     """The rows themselves, as the columns that a source names."""
     frame = pd.json_normalize([{**row.pop("config", {}), **row} for row in map(dict, rows)])
-    frame = _where(frame, where)
+    frame = _where(frame, wanted.get("where", {}))
     columns: dict[str, Any] = {}
-    for name, title, *divisor in fields or [[name, name] for name in frame]:
+    for name, title, *divisor in wanted.get("fields", [[name, name] for name in frame]):
         column = _column(frame, name)
         columns[title] = column / divisor[0] if divisor else column
     return pd.DataFrame(columns).reset_index(drop=True)
@@ -320,15 +311,6 @@ def short_names(labels: Sequence[str]) -> list[str]:
         ) from None
 
 
-def _with_short_names(frame: pd.DataFrame, name: str, *, settings: bool) -> pd.DataFrame:
-    labels = [str(label) for label in _column(frame, name)]
-    shown = [
-        short if short == label or not settings else f"{short}\ue002{label}\ue003"
-        for label, short in zip(labels, short_names(labels), strict=True)
-    ]
-    return frame.assign(**{name: shown})
-
-
 def _variants(rows: list[Row], labels: Sequence[str]) -> list[Row]:
     """The rows of these variants, by their short names: a picture holds ten bars."""
     short = dict(zip(labels, short_names(labels), strict=True))
@@ -353,13 +335,12 @@ _TEMPLATES.filters["figure"] = figure
 def _cell(frame: pd.DataFrame, column: str, where: Mapping[str, Any] | None = None) -> Any:
     """One cell of a source."""
     cells = list(dict.fromkeys(_column(_where(frame, where or {}), column).tolist()))
-    found = [cell for cell in cells if not (cell is None or is_missing(cell))]
-    if len(cells) != 1 or not found:
-        got = f"{len(cells)}. Say which." if found or not cells else "an empty one. Choose another."
+    if len(cells) != 1 or cells[0] is None or is_missing(cells[0]):
         raise ValueError(
-            f"value of {column!r} where {dict(where or {})} must be one cell, but got {got}"
+            f"value of {column!r} where {dict(where or {})} must be one cell, but got {len(cells)} "
+            f"different ones, {cells[:3]}. Say which, or choose another."
         )
-    return found[0]
+    return cells[0]
 
 
 def _where(frame: pd.DataFrame, wanted: Mapping[str, Any]) -> pd.DataFrame:
@@ -374,9 +355,9 @@ def _column(frame: pd.DataFrame, name: str) -> pd.Series[Any]:
     return column
 
 
-def _one_of(what: str, known: Any, name: Any, among: str = "", remedy: str = "Correct it.") -> Any:
+def _one_of(what: str, known: Any, name: Any, remedy: str = "Correct it.") -> Any:
     if name not in known:
         raise ValueError(
-            f"{what} must be one of {', '.join(map(str, known))}{among}, but got {name!r}. {remedy}"
+            f"{what} must be one of {', '.join(map(str, known))}, but got {name!r}. {remedy}"
         )
     return known[name]

@@ -30,14 +30,10 @@ TITLE, FIGURE = "Loss curves", "loss_curves"
 #: Curves are compared as means over this many windows of equal length.
 WINDOWS = 10
 #: The reference, and the numerics of the fastest step.
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"wrapper": "naive", "precision": "fp32"},
-    {
-        "wrapper": {"name": "fully-sharded", "compute_dtype": "bf16", "reduce_dtype": "bf16"},
-        "precision": "bf16",
-        "attention": "flash",
-        "loss": "chunked",
-    },
+VARIANTS = (
+    "naive, precision=fp32",
+    "fully-sharded(compute_dtype=bf16, reduce_dtype=bf16), precision=bf16, attention=flash, "
+    "loss=chunked",
 )
 
 

@@ -24,7 +24,7 @@ from bench_harness.store import Store, replace_file
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
 #: What a published row leaves to its case, or out: the machine's state, tracebacks, second clocks.
-_NOT_IN_ROWS = (
+_LEFT_OUT = (
     *(*_CASE, "schema", "case_rows", "machine_before", "machine_after", "detail"),
     *("samples_device_ms", "samples_fastest_rank_ms"),
 )
@@ -68,13 +68,9 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     about = {name: rows[0][name] for name in _CASE if rows[0].get(name) is not None}
     config = {name: value for name, value in about["config"].items() if name != "label"}
     environment = environments.get(rows[0]["environment"], {})
-    kept = [
-        {k: v for k, v in row.items() if k not in _NOT_IN_ROWS and v is not None} for row in rows
-    ]
+    kept = [{k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None} for row in rows]
     own = json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.{_DIGITS}g}"))
-    for row in own:
-        if row.get("status") == "ok":
-            del row["status"]
+    own = [{k: v for k, v in row.items() if (k, v) != ("status", "ok")} for row in own]
     shared = {
         name: value
         for name, value in own[0].items()
@@ -96,10 +92,9 @@ def read(file: Path) -> list[Row]:
         content = file.read_bytes()
         lines = (gzip.decompress(content) if file.suffix == ".gz" else content).splitlines()
     except (OSError, EOFError, zlib.error) as error:
-        cause = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"rows must be a readable file, but got {file} ({cause}). Measure it again "
-            "and publish it, or remove the block."
+            f"rows must be a readable file, but got {file} ({error}). Measure it again and publish "
+            "it, or remove the block."
         ) from None
     found: list[Row] = []
     for number, line in enumerate(lines, start=1):

@@ -41,10 +41,10 @@ def draw(timelines: Timelines) -> Figure:
     plot.set_xlim(0, 1.15 * max(window for window, _, _ in lines.values()))
     plot.set_xlabel("time since the step began (ms)")
     plot.grid(visible=False)
-    names = ["computation", "communication"]
-    names += ["late"] * any(lanes["late"] for _, _, lanes in lines.values())
-    texts = {"late": "waiting for a late gather"}
-    handles = [Patch(color=colour[name], label=texts.get(name, name)) for name in names]
+    named = {name: name for name in ("computation", "communication")}
+    if any(lanes["late"] for _, _, lanes in lines.values()):
+        named["late"] = "waiting for a late gather"
+    handles = [Patch(color=colour[name], label=text) for name, text in named.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
 
@@ -52,8 +52,7 @@ def draw(timelines: Timelines) -> Figure:
 def bars_of(line: Row) -> tuple[float, float, dict[str, _Bars]]:
     """Of the rank that is drawn: its step and its exposed communication in ms, and its bars."""
     rank = line["ranks"][line["drawn"]]
-    spans: dict[str, list[tuple[int, int]]]
-    spans = {"computation": [], "late": rank["late"], "communication": []}
+    spans: Row = {"computation": [], "late": rank["late"], "communication": []}
     for lane in rank["lanes"]:
         end = 0
         for space, duration, name in zip(*[iter(lane["spans"])] * 3, strict=True):

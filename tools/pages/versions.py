@@ -25,7 +25,7 @@ _MACHINE = re.compile(
 )
 
 
-def record(target: Path, junit: Path, *, part: str, commit: str, machine: str) -> dict[str, Any]:
+def record(target: Path, junit: Path, part: str, commit: str, machine: str) -> dict[str, Any]:
     """Puts one run of a part of the tests into the file, in place of an earlier one of that part.
 
     Args:
@@ -80,9 +80,8 @@ def table(tests: Path, rows: Iterable[Path]) -> str:
     lines = ["| torch | Triton | tests on GPUs | measured |", "|---|---|---|---|"]
     for key in sorted({*ran, *dict(on_gpus)}, reverse=True):
         own = [gpus for versions, gpus in on_gpus if versions == key]
-        measured = (
-            f"{plural(len(own), 'case')}, on {', '.join(sorted({*own}))}" if own else "nothing"
-        )
+        count, of = plural(len(own), "case"), ", ".join(sorted({*own}))
+        measured = f"{count}, on {of}" if own else "nothing"
         lines.append(f"| {key[0]} | {key[1]} | {'; '.join(ran[key]) or 'none'} | {measured} |")
     return "\n".join(lines)
 

@@ -252,7 +252,7 @@ def test_paths_are_relative_to_the_recipes_and_links_to_the_page(page: Path) -> 
         ("gone.toml#times", "recipes must be a readable TOML file, but got .*gone.toml"),
         (
             "mine.tables.toml#no",
-            "block must be one of times, cost in mine.tables.toml, but got 'no'",
+            "block of mine.tables.toml must be one of times, cost, but got 'no'",
         ),
     ],
 )
