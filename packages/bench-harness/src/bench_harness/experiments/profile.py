@@ -121,7 +121,7 @@ class Profile(Experiment):
         """By the model's blocks and operations; Nsight Systems starts and exports."""
         config = case.config
         tokens = float(config.get("batch", 0) * config.get("sequence", 0))
-        nsight = 10.0 * (config["tool"] == "nsight")
+        nsight = 10.0 if config["tool"] == "nsight" else 0.0
         return 1.1 + 0.14 * blocks(config) + billions(config) * tokens / 1400 + nsight
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:

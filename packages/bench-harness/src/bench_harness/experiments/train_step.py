@@ -212,9 +212,9 @@ class TrainStep(Experiment):
             return float(2 + count * (0.2 * config["rounds"] + 5 * billions(config)))
         if config["alone"]:
             return 4.0 * count
-        longer = 0.85 + config.get("batch", 0) * config.get("sequence", 0) / 25000
-        each = (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config))
-        return float(10 + count * each * longer)
+        tokens = 0.8 + config.get("batch", 0) * config.get("sequence", 0) / 20000
+        each = (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config) * tokens)
+        return float(10 + count * each)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, all-reduces."""
