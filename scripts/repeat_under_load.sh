@@ -8,21 +8,13 @@
 # Arguments: the number of repetitions, then what pytest is given. One busy process runs per core.
 set -euo pipefail
 
-if [[ $# -lt 2 || ! $1 =~ ^[1-9][0-9]*$ ]]; then
-    echo "usage: $0 REPETITIONS PYTEST_ARGUMENT..." >&2
-    exit 2
-fi
-repetitions=$1
+repetitions=${1:?"usage: $0 REPETITIONS PYTEST_ARGUMENT..."}
 shift
 
-busy=()
-trap 'kill "${busy[@]}"' EXIT
-for _ in $(seq "$(nproc)"); do
-    (while :; do :; done) &
-    busy+=($!)
-done
+trap 'kill $(jobs -p)' EXIT
+for ((core = 0; core < $(nproc); core++)); do yes >/dev/null & done
 
-for repetition in $(seq "$repetitions"); do
+for ((repetition = 1; repetition <= repetitions; repetition++)); do
     echo "== repetition $repetition of $repetitions"
     uv run --locked pytest -q -p no:cacheprovider "$@"
 done

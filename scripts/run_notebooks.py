@@ -26,43 +26,29 @@ def execute(path: Path) -> Any:
     """A notebook with the outputs of a run in an empty folder.
 
     Raises:
-        RuntimeError: it left files there, or in the folder of temporary files.
+        RuntimeError: it left files there, where temporary files go, too.
         nbclient.exceptions.CellExecutionError: a cell raised.
     """
     notebook = nbformat.read(path, as_version=4)
-    with tempfile.TemporaryDirectory(prefix="notebook-") as name:
-        folder = Path(name)
-        work, temporary, jupyter = (folder / each for each in ("work", "temporary", "jupyter"))
-        for each in (work, temporary, jupyter):
-            each.mkdir()
-        kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        environment = kept | {
+    temporary = tempfile.TemporaryDirectory
+    with temporary(prefix="notebook-") as work, temporary(prefix="jupyter-") as jupyter:
+        environment = os.environ | {
             "CUDA_VISIBLE_DEVICES": "",
-            "IPYTHONDIR": str(jupyter),
-            "MPLCONFIGDIR": str(jupyter),
+            "HOME": jupyter,  # settings and caches of IPython, Matplotlib and Triton
             "OMP_NUM_THREADS": "1",
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "TMPDIR": str(temporary),
-            "TORCHINDUCTOR_CACHE_DIR": str(jupyter / "inductor"),
-            "TRITON_CACHE_DIR": str(jupyter / "triton"),
+            "TMPDIR": work,
+            "TORCHINDUCTOR_CACHE_DIR": f"{jupyter}/inductor",
+            "TRITON_INTERPRET": "0",
         }
         # Files instead of ports connect this process and the kernel.
-        manager = AsyncKernelManager(
-            transport="ipc",
-            ip=str(jupyter / "kernel"),
-            connection_file=str(jupyter / "kernel.json"),
-        )
-        client = nbclient.NotebookClient(
-            notebook,
-            km=manager,
-            timeout=200,
-            startup_timeout=200,
-            resources={"metadata": {"path": str(work)}},
-            record_timing=False,
-        )
+        address, file = f"{jupyter}/kernel", f"{jupyter}/kernel.json"
+        manager = AsyncKernelManager(transport="ipc", ip=address, connection_file=file)
+        where = {"metadata": {"path": work}}
+        limits = {"timeout": 200, "startup_timeout": 200, "record_timing": False}
+        client = nbclient.NotebookClient(notebook, km=manager, resources=where, **limits)
         client.execute(env=environment)
-        left = [file.name for each in (work, temporary) for file in sorted(each.rglob("*"))]
-        if left:
+        if left := [file.name for file in sorted(Path(work).rglob("*"))]:
             raise RuntimeError(f"{path.name} leaves {', '.join(left[:5])} behind.")
     code = "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     notebook.metadata["outputs_of"] = hashlib.sha256(code.encode()).hexdigest()[:16]
@@ -70,20 +56,15 @@ def execute(path: Path) -> Any:
     return notebook
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m scripts.run_notebooks")
     parser.add_argument("notebooks", nargs="*", type=Path, help="these; all, if none is named")
     parser.add_argument("--output", type=Path, help="a folder; by default where they stand")
     given = parser.parse_args()
     for path in given.notebooks or sorted(FOLDER.glob("*.ipynb")):
         target = (given.output or path.parent) / path.name
-        nbformat.write(execute(path), target)
+        try:
+            nbformat.write(execute(path), target)
+        except RuntimeError as error:
+            sys.exit(str(error))
         print(target)
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except RuntimeError as error:
-        sys.exit(str(error))

@@ -24,13 +24,12 @@ A fence without a language, or with a word that is not in this list, is an error
 import argparse
 import ast
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from markdown_it import MarkdownIt
 
@@ -42,8 +41,7 @@ LANGUAGES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     """One fenced block: where it starts, its language, the further words of its fence, its text."""
 
     page: Path
@@ -68,16 +66,14 @@ def blocks(page: Path) -> list[Block]:
             continue
         assert token.map is not None
         language, *rest = token.info.split() or [""]
-        words = {name: value for name, _, value in (word.partition("=") for word in rest)}
+        words = dict(word.partition("=")[::2] for word in rest)
         line = token.map[0] + 1
         if language not in LANGUAGES or not set(words) <= LANGUAGES[language]:
             raise ValueError(
                 f"the fence at {page}:{line} must be one of those that scripts/run_readme.py "
                 f"lists, but got {token.info!r}"
             )
-        found.append(
-            Block(page=page, line=line, language=language, words=words, text=token.content)
-        )
+        found.append(Block(page, line, language, words, token.content))
     return found
 
 
@@ -110,61 +106,49 @@ def run_block(block: Block, folder: Path, python: Path, *, timeout: float = 300.
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     environment["OMP_NUM_THREADS"] = "1"
     environment["PET_STANDALONE"] = "1"  # torchrun takes a free port, not always the same one
-    with subprocess.Popen(
-        command,
+    done = subprocess.run(
+        # It ends a block that hangs with everything that the block started.
+        ["timeout", "--signal=KILL", f"{timeout:g}", *command],
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # so that a block that hangs ends with everything it started
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            raise RuntimeError(f"{block} did not end within {timeout:.0f} s\n{output}") from None
-    if process.returncode:
-        raise RuntimeError(f"{block} ended with exit code {process.returncode}\n{output}")
+    )
+    if done.returncode:
+        late = f" (killed: not within {timeout:g} s)" * (done.returncode in (-9, 137))
+        raise RuntimeError(f"{block} ended with exit code {done.returncode}{late}\n{done.stdout}")
 
 
 def _prepare(block: Block, folder: Path, python: Path) -> list[str]:
     """Writes what the block needs into the folder; returns the command, or [] if none is to run."""
-    name = block.words.get("file")
+    words, text = block.words, block.text
     if block.language == "toml":
-        tomllib.loads(block.text)
-    if name is not None:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(block.text)
-        if block.language == "python":
-            ast.parse(block.text)
-        return []
-    if block.language == "console" and "install" not in block.words:
-        lines = block.text.splitlines()
-        if "dry-run" in block.words:
+        tomllib.loads(text)
+    elif block.language == "python":
+        ast.parse(text)
+    elif block.language == "console" and "install" not in words:
+        lines = text.splitlines()
+        if "dry-run" in words:
             lines = [line.partition("  #")[0] + " --dry-run" for line in lines if line]
         return ["bash", "-euo", "pipefail", "-c", "\n".join(lines)]
-    if block.language != "python":
+    if "file" in words:
+        (folder / words["file"]).parent.mkdir(parents=True, exist_ok=True)
+        (folder / words["file"]).write_text(text)
+    if "file" in words or block.language != "python":
         return []
-    program = folder / f"block_of_line_{block.line}.py"
-    program.write_text(block.text)
-    if "gpu" in block.words and _count_gpus(python) < int(block.words.get("ranks", 1)):
-        program.write_text(imports_of(block.text))
-    ranks = block.words.get("ranks")
-    if ranks is None:
-        return [str(python), program.name]
-    return [str(python), "-m", "torch.distributed.run", "--nproc-per-node", ranks, program.name]
+    program, ranks = folder / f"block_of_line_{block.line}.py", words.get("ranks")
+    lacking = "gpu" in words and _count_gpus(python) < int(ranks or 1)
+    program.write_text(imports_of(text) if lacking else text)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", ranks] if ranks else []
+    return [str(python), *launcher, program.name]
 
 
 def imports_of(text: str) -> str:
     """The imports of a program, as a program of its own; the rest must only parse."""
-    kept: list[ast.stmt] = [
-        node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
-    return ast.unparse(ast.Module(body=kept, type_ignores=[]))
+    imports = (ast.Import, ast.ImportFrom)
+    return "\n".join(ast.unparse(n) for n in ast.parse(text).body if isinstance(n, imports))
 
 
 def _count_gpus(python: Path) -> int:
@@ -173,8 +157,7 @@ def _count_gpus(python: Path) -> int:
     return int(answer.stdout) if answer.returncode == 0 else 0
 
 
-def main() -> None:
-    """The command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("--python", type=Path, default=Path(sys.executable))
@@ -185,7 +168,3 @@ def main() -> None:
     except (ValueError, RuntimeError) as error:
         sys.exit(str(error))
     print(f"{given.page}: {count} blocks ran")
-
-
-if __name__ == "__main__":
-    main()

@@ -48,7 +48,9 @@ def uv(*args: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist and wheel of every package."""
+    """A folder with the sdist and wheel of every package, or what a release has built: $WHEELS."""
+    if "WHEELS" in os.environ:
+        return Path(os.environ["WHEELS"]).resolve()
     folder = tmp_path_factory.mktemp("dist")
     uv("build", "-q", "--all-packages", "--out-dir", folder, cwd=ROOT)
     return folder

@@ -39,36 +39,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tested.add_argument("--target", type=Path, default=Path("docs/gpu-tests.jsonl"))
     given = parser.parse_args(arguments)
     try:
-        return _done(given)
+        if given.command == "fill":
+            return max(_fill(file, check=given.check) for file in given.files)
+        if given.command == "curves":
+            case = loss_curves.case(given.variants, resolve_device("auto"))
+            measure(case, loss_curves.run, given.target)
+        elif given.command == "tested":
+            about = given.part, given.commit, given.machine
+            run = versions.record(given.target, given.junit, *about)
+            print(f"{run['passed']} passed, in {given.target}")
+        else:
+            only = [text for text in map(str.strip, given.only.split(",")) if text]
+            count = publish(map(Store, given.runs), given.target, only)
+            print(f"{plural(count, 'case')} in {given.target}")
     except (ValueError, StoreError) as error:
         print(f"tools.pages: {error}", file=sys.stderr)
         return 2
-
-
-def _done(given: argparse.Namespace) -> int:
-    if given.command == "fill":
-        return max(_fill(file, check=given.check) for file in given.files)
-    if given.command == "curves":
-        case = loss_curves.case(given.variants, resolve_device("auto"))
-        measure(case, loss_curves.run, given.target)
-    elif given.command == "tested":
-        about = {"part": given.part, "commit": given.commit, "machine": given.machine}
-        run = versions.record(given.target, given.junit, **about)
-        print(f"{run['passed']} passed, in {given.target}")
-    else:
-        only = [text for text in map(str.strip, given.only.split(",")) if text]
-        count = publish(map(Store, given.runs), given.target, only)
-        print(f"{plural(count, 'case')} in {given.target}")
     return 0
 
 
 def _fill(file: Path, *, check: bool) -> int:
     made = render(file)
-    problems = list(made.problems)
-    outdated = made.text != file.read_text(encoding="utf-8")
+    problems, outdated = list(made.problems), made.text != file.read_text(encoding="utf-8")
     if check and outdated:
         problems.append(f"{file} is outdated. Run python -m tools.pages fill {file}.")
-    if not check:
+    elif not check:
         for path, picture in made.pictures.items():
             try:
                 replace_file(path, picture())

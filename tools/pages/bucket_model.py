@@ -43,14 +43,13 @@ MISS_TOLERANCE = 0.25
 
 @dataclass(frozen=True)
 class Sweep:
-    """A cell with at least three bucket sizes.
+    """A case with at least three bucket sizes.
 
     Attributes:
         rows: of the bucketed variants, fewest buckets first.
         bare: row of the step without communication.
     """
 
-    label: str
     rows: pd.DataFrame
     bare: pd.Series[Any]
 
@@ -74,89 +73,77 @@ class Sweep:
         return solved(counts, self.size / counts, overhead_s)
 
 
-def sweeps(rows: pd.DataFrame) -> list[Sweep]:
-    """The cells that the model can be fitted to."""
+def sweep_of(rows: pd.DataFrame) -> Sweep:
+    """The one case that the model can be fitted to.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
     found = []
-    done = row_tables.finished(rows)
-    for _, cell in done.groupby("case_key", sort=False):
-        if "buckets" not in cell:
-            continue
-        buckets = cell[cell["settings"].map(_only_sized) & cell["buckets"].notna()]
+    for _, cell in row_tables.finished(rows).groupby("case_key", sort=False):
         bare = cell[cell["variant"] == "no communication"]
-        if buckets["buckets"].nunique() >= 3 and len(bare):
-            label = str(cell["label"].iloc[0])
-            found.append(Sweep(label, buckets.sort_values("buckets"), bare.iloc[0]))
-    return found
+        sized = cell[cell["settings"].map(_only_sized)]
+        if len(bare) and "buckets" in sized and sized["buckets"].nunique() >= 3:
+            found.append(Sweep(sized.sort_values("buckets"), bare.iloc[0]))
+    if len(found) != 1:
+        raise ValueError(f"rows must hold a sweep of three bucket sizes, but got {len(found)}")
+    return found[0]
 
 
 def _only_sized(settings: Any) -> bool:
     """Whether a variant is the bucketed wrapper with nothing given but the size of its buckets."""
-    wrapper = settings["wrapper"]
-    sized = wrapper["name"] == "bucketed" and isinstance(wrapper.get("bucket_size_mb"), float)
-    return sized and set(wrapper) == {"name", "bucket_size_mb"}
+    name, size = (settings["wrapper"].get(key) for key in ("name", "bucket_size_mb"))
+    return name == "bucketed" and isinstance(size, float) and len(settings["wrapper"]) == 2
 
 
 def table(rows: pd.DataFrame) -> pd.DataFrame:
-    """The constants of each sweep with bootstrap intervals, and the optimum they imply.
+    """The constants of the sweep with bootstrap intervals, and the optimum they imply.
 
     T(n) is fitted to the exposed communication, with the bucket counts that the wrapper really
     used; b* is at least the largest parameter. Beside them stands what all-reduces alone predict,
     t = o + S/w, where the case timed some, and whether that least overhead misses the sweep's by
     more than :data:`MISS_TOLERANCE`.
     """
-    rng = np.random.default_rng(0)
-    lines: list[Row] = []
-    for sweep in sweeps(rows):
+    sweep = sweep_of(rows)
 
-        def once(draw: Any, sweep: Sweep = sweep) -> Cost:
-            base = np.median(draw(list(sweep.bare["samples_ms"])))
-            overhead = [np.median(draw(samples)) - base for samples in sweep.rows["samples_ms"]]
-            return sweep.fit(np.array(overhead) / 1e3)
+    def once(draw: Any) -> Cost:
+        base = np.median(draw(list(sweep.bare["samples_ms"])))
+        overhead = [np.median(draw(samples)) - base for samples in sweep.rows["samples_ms"]]
+        return sweep.fit(np.array(overhead) / 1e3)
 
-        costs = with_interval(once, rng)
-        line = {"cell": sweep.label, "s_mib": sweep.size / 2**20, **shown(costs)}
-        line["best_mib"], line["least_ms"] = sweep.optimum(costs[0])
-        if isinstance(link := sweep.bare.get("all_reduce"), dict):
-            cost, *_ = fit(link["size_bytes"], link["samples_ms"])
-            best, least = sweep.optimum(cost)
-            line |= {"link_w": 1e-9 / cost.per_byte_s if cost.per_byte_s else None}
-            line |= {"link_o": 1e6 * cost.overhead_s, "link_best_mib": best, "link_least_ms": least}
-            line["missed"] = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
-        lines.append(line)
+    costs = with_interval(once, np.random.default_rng(0))
+    line: Row = {"cell": sweep.bare["label"], "s_mib": sweep.size / 2**20, **shown(costs)}
+    line["best_mib"], line["least_ms"] = sweep.optimum(costs[0])
+    if isinstance(link := sweep.bare.get("all_reduce"), dict):
+        cost, *_ = fit(link["size_bytes"], link["samples_ms"])
+        best, least = sweep.optimum(cost)
+        line |= {"link_w": 1e-9 / cost.per_byte_s if cost.per_byte_s else None}
+        line |= {"link_o": 1e6 * cost.overhead_s, "link_best_mib": best, "link_least_ms": least}
+        line["missed"] = abs(line["least_ms"] - least) > MISS_TOLERANCE * least
     keys = "cell s_mib w w_low w_high o o_low o_high best_mib least_ms link_w link_o "
     keys += "link_best_mib link_least_ms missed"
-    return _COLUMNS.table(TITLE, pd.DataFrame(lines), keys, "", {"o": "per call o (µs)"}).frame
+    return _COLUMNS.table(TITLE, pd.DataFrame([line]), keys, "", {"o": "per call o (µs)"}).frame
 
 
 def figure(rows: pd.DataFrame) -> Figure:
     """Measured overhead over bucket size, with the model."""
-    panels = []
-    for sweep in sorted(sweeps(with_summary(rows)), key=lambda sweep: sweep.label):
-        own, bare = sweep.rows.copy(), summarize(sweep.bare["samples_ms"])
-        counts = own["buckets"].to_numpy(np.float64)
-        own["mean_mib"] = sweep.size / counts / 2**20
-        own["overhead"] = own["median_ms"] - bare["median"]
-        # The interval of a difference, as of independent ones: what is subtracted is turned.
-        for end, other, sign in (("low", bare["ci_high"], -1), ("high", bare["ci_low"], 1)):
-            ends = own[f"ci_{end}_ms"].astype("float64") - own["median_ms"]
-            base = (other or bare["median"]) - bare["median"]
-            own[f"overhead_{end}"] = own["overhead"] + sign * np.hypot(ends, base)
-        sizes = [f"{settings['wrapper']['bucket_size_mb']:g} MB" for settings in own["settings"]]
-        line = points(own, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
-        line["text"] = line["x"].map(dict(zip(own["mean_mib"], sizes, strict=True)))
-        cost = sweep.fit(own["overhead"].to_numpy(np.float64) / 1e3)
-        many = np.geomspace(counts.min(), counts.max(), 100)
-        model = 1e3 * (sweep.size / many * cost.per_byte_s + many * cost.overhead_s)
-        panels.append(
-            Panel(
-                title=sweep.label,
-                y="overhead (ms)",
-                lines={"measured": line},
-                curve=((sweep.size / many / 2**20).tolist(), model.tolist()),
-                log=False,
-            )
-        )
-    x = "mean gradients per bucket (MiB), labels: bucket_size_mb"
-    if not panels:
-        raise ValueError("rows must hold a sweep of three bucket sizes, but got none")
-    return draw_lines(panels, x=x, columns=min(2, len(panels)))
+    sweep = sweep_of(with_summary(rows))
+    own, bare = sweep.rows.copy(), summarize(sweep.bare["samples_ms"])
+    counts = own["buckets"].to_numpy(np.float64)
+    own["mean_mib"] = sweep.size / counts / 2**20
+    own["overhead"] = own["median_ms"] - bare["median"]
+    # The interval of a difference, as of independent ones: what is subtracted is turned.
+    for end, other, sign in (("low", bare["ci_high"], -1), ("high", bare["ci_low"], 1)):
+        ends = own[f"ci_{end}_ms"].astype("float64") - own["median_ms"]
+        base = (other or bare["median"]) - bare["median"]
+        own[f"overhead_{end}"] = own["overhead"] + sign * np.hypot(ends, base)
+    sizes = [f"{settings['wrapper']['bucket_size_mb']:g} MB" for settings in own["settings"]]
+    line = points(own, "mean_mib", "overhead", ("overhead_low", "overhead_high"))
+    line["text"] = line["x"].map(dict(zip(own["mean_mib"], sizes, strict=True)))
+    cost = sweep.fit(own["overhead"].to_numpy(np.float64) / 1e3)
+    many = np.geomspace(counts.min(), counts.max(), 100)
+    model = 1e3 * (sweep.size / many * cost.per_byte_s + many * cost.overhead_s)
+    curve = ((sweep.size / many / 2**20).tolist(), model.tolist())
+    lines, y = {"measured": line}, "overhead (ms)"
+    panel = Panel(title=sweep.bare["label"], y=y, lines=lines, curve=curve, log=False)
+    return draw_lines([panel], x="mean gradients per bucket (MiB), labels: bucket_size_mb")

@@ -8,6 +8,7 @@ weights. ``python -m tools.pages curves TARGET.jsonl`` measures the rows of the 
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,20 +26,14 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.figure import Figure
 
-    from bench_harness.training.build import Training
-
 TITLE, FIGURE = "Loss curves", "loss_curves"
 #: Curves are compared as means over this many windows of equal length.
 WINDOWS = 10
 #: The reference, and the numerics of the fastest step.
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"wrapper": "naive", "precision": "fp32"},
-    {
-        "wrapper": {"name": "fully-sharded", "compute_dtype": "bf16", "reduce_dtype": "bf16"},
-        "precision": "bf16",
-        "attention": "flash",
-        "loss": "chunked",
-    },
+VARIANTS = (
+    "naive, precision=fp32",
+    "fully-sharded(compute_dtype=bf16, reduce_dtype=bf16), precision=bf16, attention=flash, "
+    "loss=chunked",
 )
 
 
@@ -94,50 +89,35 @@ def train_rank(
     progress: Callable[[str], None],
 ) -> list[Row]:
     """One row per variant and seed; the losses are means over ranks."""
+    import torch
+    import torch.distributed as dist
+
     from bench_harness.training import proof
     from bench_harness.training.build import training
 
     variants = [settings.stored(table) for table in config["variants"]]
+    named = list(zip(settings.labels(variants), variants, strict=True))
+    texts = np.lib.stride_tricks.sliding_window_view(tokens, config["sequence"] + 1)
     rows: list[Row] = []
-    for seed in config["seeds"]:
-        for label, variant in zip(settings.labels(variants), variants, strict=True):
-            progress(f"seed {seed}: {label}")
-            with training(variant, {**config, "seed": seed}, device) as steps:
-                losses = _train(steps, config, tokens, seed, rank, world_size)
-                apart = proof.apart(steps.parameters())
-            rows.append(
-                {"variant": f"{label}, seed {seed}", "way": label, "settings": variant.table()}
-                | {"seed": seed, "losses": losses, "ranks_agree": apart is None}
-            )
+    for seed, (label, variant) in itertools.product(config["seeds"], named):
+        progress(f"seed {seed}: {label}")
+        random, losses = np.random.default_rng(seed), []
+        with training(variant, {**config, "seed": seed}, device) as steps:
+            assert steps.workload.tokens is not None
+            for _ in range(config["steps"]):
+                # Every rank draws the windows of all ranks, and takes its own.
+                starts = random.integers(len(texts) - 1, size=(world_size, config["batch"]))[rank]
+                drawn = torch.from_numpy(texts[starts].astype(np.int64))
+                steps.workload.tokens.copy_(drawn)
+                losses.append(steps.step().float())
+            dist.all_reduce(total := torch.stack(losses))
+            apart = proof.apart(steps.parameters())
+        means = [round(float(loss), 6) for loss in total / world_size]
+        rows.append(
+            {"variant": f"{label}, seed {seed}", "way": label, "settings": variant.table()}
+            | {"seed": seed, "losses": means, "ranks_agree": apart is None}
+        )
     return rows
-
-
-def _train(
-    steps: Training,
-    config: Mapping[str, Any],
-    tokens: np.ndarray[Any, Any],
-    seed: int,
-    rank: int,
-    world_size: int,
-) -> list[float]:
-    """The losses of all steps, averaged over ranks."""
-    import torch
-    import torch.distributed as dist
-
-    batch, length = config["batch"], config["sequence"] + 1
-    windows = np.random.default_rng(seed)
-    held = steps.workload.tokens
-    assert held is not None
-    losses = []
-    for _ in range(config["steps"]):
-        # Every rank draws the windows of all ranks, and takes its own.
-        starts = windows.integers(len(tokens) - length, size=(world_size, batch))[rank]
-        drawn = np.stack([tokens[start : start + length] for start in starts])
-        held.copy_(torch.from_numpy(drawn.astype(np.int64)))
-        losses.append(steps.step().float())
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    return [round(float(loss), 6) for loss in total / world_size]
 
 
 def _curves(rows: pd.DataFrame) -> dict[str, np.ndarray[Any, Any]]:
@@ -157,10 +137,10 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
     highest minus the lowest seed of the reference.
     """
     (reference, base), *others = _curves(rows).items()
-    spread = base.max(axis=0) - base.min(axis=0)
+    usual, spread = base.mean(axis=0), base.max(axis=0) - base.min(axis=0)
     lines = []
     for name, curve in others:
-        apart = abs(curve.mean(axis=0) - base.mean(axis=0))
+        apart = abs(curve.mean(axis=0) - usual)
         worst = int((apart / spread).argmax())
         agree = rows.loc[rows["way"].isin([name, reference]), "ranks_agree"]
         lines.append(
@@ -169,7 +149,7 @@ def table(rows: pd.DataFrame) -> pd.DataFrame:
                 "reference": reference,
                 "seeds (count)": len(curve),
                 "last loss (nats)": round(float(curve.mean(axis=0)[-1]), 4),
-                "of the reference (nats)": round(float(base.mean(axis=0)[-1]), 4),
+                "of the reference (nats)": round(float(usual[-1]), 4),
                 "largest difference (nats)": round(float(apart[worst]), 5),
                 "spread of seeds there (nats)": round(float(spread[worst]), 5),
                 "within the spread": bool((apart <= spread).all()),

@@ -23,10 +23,9 @@ from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
-#: What a run folder keeps, and a published row does not: the machine's state, tracebacks, second
-#: clocks.
+#: What a published row leaves to its case, or out: the machine's state, tracebacks, second clocks.
 _LEFT_OUT = (
-    *("schema", "case_rows", "machine_before", "machine_after", "detail"),
+    *(*_CASE, "schema", "case_rows", "machine_before", "machine_after", "detail"),
     *("samples_device_ms", "samples_fastest_rank_ms"),
 )
 #: Significant digits of a published number: finer than what two samples ever share.
@@ -57,11 +56,8 @@ def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> 
             f"cases must be in the runs, but got none for {', '.join(only) or 'any name'}. List "
             "them with report."
         )
-    texts = (
-        json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        for line in lines
-    )
-    content = "".join(text + "\n" for text in texts).encode()
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    content = "".join(encoder.encode(line) + "\n" for line in lines).encode()
     # Without the time of day, so that equal rows give equal files.
     replace_file(target, gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
     return len(lines)
@@ -72,17 +68,9 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     about = {name: rows[0][name] for name in _CASE if rows[0].get(name) is not None}
     config = {name: value for name, value in about["config"].items() if name != "label"}
     environment = environments.get(rows[0]["environment"], {})
-    own = [
-        {
-            name: _rounded(value)
-            for name, value in row.items()
-            if name not in (*_CASE, *_LEFT_OUT) and value is not None
-        }
-        for row in rows
-    ]
-    for row in own:
-        if row.get("status") == "ok":
-            del row["status"]
+    kept = [{k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None} for row in rows]
+    own = json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.{_DIGITS}g}"))
+    own = [{k: v for k, v in row.items() if (k, v) != ("status", "ok")} for row in own]
     shared = {
         name: value
         for name, value in own[0].items()
@@ -94,14 +82,6 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     return {**line, "rows": [{k: v for k, v in row.items() if k not in shared} for row in own]}
 
 
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{_DIGITS}g}")
-    if isinstance(value, list):
-        return [_rounded(item) for item in value]
-    return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def read(file: Path) -> list[Row]:
     """The rows of a published file, each with what stands once per case.
 
@@ -110,15 +90,14 @@ def read(file: Path) -> list[Row]:
     """
     try:
         content = file.read_bytes()
-        text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        cause = getattr(error, "strerror", None) or error
+        lines = (gzip.decompress(content) if file.suffix == ".gz" else content).splitlines()
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(
-            f"rows must be a readable file, but got {file} ({cause}). Measure it again "
-            "and publish it, or remove the block."
+            f"rows must be a readable file, but got {file} ({error}). Measure it again and publish "
+            "it, or remove the block."
         ) from None
     found: list[Row] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             case = json.loads(line)
             rows, shared = case.pop("rows"), case.pop("shared", {})
@@ -133,16 +112,12 @@ def read(file: Path) -> list[Row]:
 
 def circumstances(rows: Iterable[Row]) -> list[str]:
     """Hardware, versions and commits of rows, one line per machine."""
-    commits: dict[str, dict[str, None]] = {}
+    machines: dict[str, dict[str, None]] = {}
     for row in rows:
-        commit = row.get("commit")
-        known = commits.setdefault(row["measured_on"], {})
-        if commit:
-            known[commit[:12] + " with changes" * commit.endswith("-dirty")] = None
-    return [
-        ", ".join([machine, *(f"commit {commit}" for commit in marks)])
-        for machine, marks in commits.items()
-    ]
+        marks = machines.setdefault(row["measured_on"], {})
+        if commit := row.get("commit"):
+            marks[f", commit {commit[:12]}" + " with changes" * commit.endswith("-dirty")] = None
+    return [machine + "".join(marks) for machine, marks in machines.items()]
 
 
 def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
@@ -154,16 +129,17 @@ def measure(case: Case, run: Callable[[Case], list[Row]], target: Path) -> None:
     started = datetime.now(UTC)
     rows = run(case)
     described = environment.describe() | {"torch": environment.describe_torch()}
-    git = environment.git_state(Path.cwd()) or {"commit": "unknown", "dirty": False}
+    git = described["git"] or {"commit": "unknown", "dirty": False}
+    identity = environment.fingerprint(described)
     about: Row = {
         "experiment": case.experiment,
         "case_key": case.key,
         "label": case.label,
-        "environment": environment.fingerprint(described),
+        "environment": identity,
         "commit": git["commit"] + "-dirty" * git["dirty"],
         "started": started.isoformat(),
         "seconds": round((datetime.now(UTC) - started).total_seconds(), 3),
         "config": dict(case.config),
     }
-    line = case_line([{**about, **row} for row in rows], {about["environment"]: described})
-    target.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    line = case_line([{**about, **row} for row in rows], {identity: described})
+    replace_file(target, (json.dumps(line, ensure_ascii=False) + "\n").encode())

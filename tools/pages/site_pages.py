@@ -40,11 +40,9 @@ SPHINX_ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?")
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Adds the pages from outside ``docs/``, but for the root README: the home page replaces it."""
-    for pattern in ELSEWHERE:
-        for path in sorted(ROOT.glob(pattern)):
-            name = path.relative_to(ROOT).as_posix()
-            if name != "README.md":
-                files.append(File.generated(config, name, abs_src_path=str(path)))
+    for path in [path for pattern in ELSEWHERE for path in sorted(ROOT.glob(pattern))]:
+        if (name := path.relative_to(ROOT).as_posix()) != "README.md":
+            files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -103,13 +101,8 @@ def _target(given: str, here: str, page: str, paths: dict[str, str], source: str
 def _info(info: str) -> str:
     """What a fence says to scripts/run_readme.py, as a title above the code."""
     language, *words = info.split() or [""]
-    given = {name: value for name, _, value in (word.partition("=") for word in words)}
-    title = []
-    if "file" in given:
-        title.append(given["file"])
-    if "ranks" in given:
-        title.append(f"torchrun --nproc-per-node {given['ranks']}")
-    if "gpu" in given:
-        title.append("needs a GPU")
+    given = dict(word.partition("=")[::2] for word in words)
+    says = {"file": "{}", "ranks": "torchrun --nproc-per-node {}", "gpu": "needs a GPU"}
+    title = ", ".join(text.format(given[word]) for word, text in says.items() if word in given)
     language = "sh" if language == "console" else language
-    return language + (f' title="{", ".join(title)}"' if title else "")
+    return f'{language} title="{title}"' if title else language

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from bench_harness.core import Row, Timelines
 from bench_harness.display.bars import COLOURS
 from bench_harness.display.plots import new_figure
+from bench_harness.traces.intervals import union
 from bench_harness.traces.timeline import WORK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Gaps narrower than this share of the window cannot be seen in a drawing and are closed.
-_RESOLUTION = 1 / 2000
+#: Gaps narrower than one of so many parts of the window cannot be seen in a drawing and are closed.
+_RESOLUTION = 2000
 #: A start and a length.
 _Bars: TypeAlias = list[tuple[float, float]]
 
@@ -40,10 +41,10 @@ def draw(timelines: Timelines) -> Figure:
     plot.set_xlim(0, 1.15 * max(window for window, _, _ in lines.values()))
     plot.set_xlabel("time since the step began (ms)")
     plot.grid(visible=False)
-    names = ["computation", "communication"]
-    names += ["late"] * any(lanes["late"] for _, _, lanes in lines.values())
-    texts = {"late": "waiting for a late gather"}
-    handles = [Patch(color=colour[name], label=texts.get(name, name)) for name in names]
+    named = {name: name for name in ("computation", "communication")}
+    if any(lanes["late"] for _, _, lanes in lines.values()):
+        named["late"] = "waiting for a late gather"
+    handles = [Patch(color=colour[name], label=text) for name, text in named.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
     return figure
 
@@ -51,32 +52,20 @@ def draw(timelines: Timelines) -> Figure:
 def bars_of(line: Row) -> tuple[float, float, dict[str, _Bars]]:
     """Of the rank that is drawn: its step and its exposed communication in ms, and its bars."""
     rank = line["ranks"][line["drawn"]]
-    gap = rank["window_ns"] * _RESOLUTION
-    spans: dict[str, list[tuple[int, int]]] = {"computation": [], "communication": []}
+    spans: Row = {"computation": [], "late": rank["late"], "communication": []}
     for lane in rank["lanes"]:
         end = 0
         for space, duration, name in zip(*[iter(lane["spans"])] * 3, strict=True):
             start, end = end + space, end + space + duration
-            if (work := rank["work"][name]) != WORK.index("copy"):
-                where = "communication" if work == WORK.index("communication") else "computation"
-                spans[where].append((start, end))
-    return (
-        rank["window_ns"] / 1e6,
-        rank["exposed_ns"] / 1e6,
-        {
-            "computation": _joined(spans["computation"], gap),
-            "late": _joined(rank["late"], gap),
-            "communication": _joined(spans["communication"], gap),
-        },
-    )
+            if (work := WORK[rank["work"][name]]) != "copy":
+                own = work if work == "communication" else "computation"
+                spans[own].append((start, end))
+    gap = rank["window_ns"] // _RESOLUTION
+    bars = {name: _joined(each, gap) for name, each in spans.items()}
+    return rank["window_ns"] / 1e6, rank["exposed_ns"] / 1e6, bars
 
 
-def _joined(spans: Iterable[Sequence[int]], gap: float) -> _Bars:
+def _joined(spans: Iterable[tuple[int, int]], gap: int) -> _Bars:
     """Starts and lengths in ms, with narrow gaps closed."""
-    joined: list[list[int]] = []
-    for start, end in sorted(map(tuple, spans)):
-        if joined and start <= joined[-1][1] + gap:
-            joined[-1][1] = max(joined[-1][1], end)
-        else:
-            joined.append([start, end])
-    return [(start / 1e6, (end - start) / 1e6) for start, end in joined]
+    joined = union((start, end + gap) for start, end in spans)
+    return [(start / 1e6, (end - gap - start) / 1e6) for start, end in joined]

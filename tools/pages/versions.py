@@ -19,11 +19,13 @@ from tools.pages import rows as published
 from bench_harness.core import plural
 from bench_harness.store import replace_file
 
-_MACHINE = re.compile(r"^(?:(?P<count>\d+) × )?NVIDIA (?P<gpu>\w+)")
-_VERSION = re.compile(r"\b(?P<name>torch|triton) (?P<version>\d+\.\d+)")
+_MACHINE = re.compile(
+    r"(?:(?:(?P<count>\d+) × )?NVIDIA (?P<gpu>\w+))?.*?\btorch (?P<torch>\d+\.\d+)"
+    r"(?:.*\btriton (?P<triton>\d+\.\d+))?"
+)
 
 
-def record(target: Path, junit: Path, *, part: str, commit: str, machine: str) -> dict[str, Any]:
+def record(target: Path, junit: Path, part: str, commit: str, machine: str) -> dict[str, Any]:
     """Puts one run of a part of the tests into the file, in place of an earlier one of that part.
 
     Args:
@@ -35,28 +37,18 @@ def record(target: Path, junit: Path, *, part: str, commit: str, machine: str) -
         ValueError: the file is no JUnit file, a test failed, or the machine names no versions.
     """
     try:
-        suite = ET.parse(junit).getroot().find("testsuite")
-    except (OSError, ET.ParseError) as error:
-        raise ValueError(f"junit must be pytest's file, but got {junit}: {error}.") from None
-    if suite is None:
-        raise ValueError(f"junit must hold a testsuite, but got none in {junit}. Run the tests.")
-    counts = {
-        name: int(suite.get(name, "0")) for name in ("tests", "skipped", "failures", "errors")
-    }
-    if counts["failures"] or counts["errors"]:
+        suite = next(ET.parse(junit).getroot().iter("testsuite")).attrib
+    except (OSError, ET.ParseError, StopIteration) as error:
+        raise ValueError(f"junit must be pytest's file, but got {junit}: {error!r}.") from None
+    tests, skipped, *bad = (int(suite[n]) for n in ("tests", "skipped", "failures", "errors"))
+    if any(bad):
         raise ValueError(
-            f"recorded tests must pass, but got {counts['failures']} failures and "
-            f"{counts['errors']} errors in {junit}. Correct them first."
+            f"recorded tests must pass, but got {bad[0]} failures and {bad[1]} errors in {junit}. "
+            "Correct them first."
         )
-    _versions(machine)
-    run = {
-        "part": part,
-        "commit": commit,
-        "measured_on": machine,
-        "passed": counts["tests"] - counts["skipped"],
-        "skipped": counts["skipped"],
-        "seconds": round(float(suite.get("time", "0"))),
-    }
+    _machine(machine)
+    run = {"part": part, "commit": commit, "measured_on": machine, "passed": tests - skipped}
+    run |= {"skipped": skipped, "seconds": round(float(suite["time"]))}
     runs = [each for each in recorded(target) if each["part"] != part] if target.exists() else []
     lines = (json.dumps(each, ensure_ascii=False) + "\n" for each in [*runs, run])
     replace_file(target, "".join(lines).encode())
@@ -75,38 +67,34 @@ def table(tests: Path, rows: Iterable[Path]) -> str:
         minutes, seconds = divmod(run["seconds"], 60)
         took = f" in {minutes} min {seconds} s" if run["seconds"] else ""
         skipped = f", {run['skipped']} skipped" if run["skipped"] else ""
-        ran[_versions(run["measured_on"])].append(
-            f"{run['part']}: {run['passed']:,} passed{skipped}{took}, on "
-            f"{_gpus(run['measured_on'])} at {run['commit']}"
+        versions, gpus = _machine(run["measured_on"])
+        ran[versions].append(
+            f"{run['part']}: {run['passed']:,} passed{skipped}{took}, on {gpus} at {run['commit']}"
         )
-    cases: dict[tuple[str, str], set[str]] = defaultdict(set)
-    machines: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for file in rows:
-        for row in published.read(file):
-            if _MACHINE.match(row["measured_on"]):
-                key = _versions(row["measured_on"])
-                cases[key].add(f"{file.name} {row['case_key']}")
-                machines[key].add(_gpus(row["measured_on"]))
+    cases = {
+        (file, row["case_key"]): _machine(row["measured_on"])
+        for file in rows
+        for row in published.read(file)
+    }
+    on_gpus = [(versions, gpus) for versions, gpus in cases.values() if gpus]
     lines = ["| torch | Triton | tests on GPUs | measured |", "|---|---|---|---|"]
-    for key in sorted({*ran, *cases}, reverse=True):
-        of = ", ".join(sorted(machines[key]))
-        measured = f"{plural(len(cases[key]), 'case')}, on {of}" if cases[key] else "nothing"
+    for key in sorted({*ran, *dict(on_gpus)}, reverse=True):
+        own = [gpus for versions, gpus in on_gpus if versions == key]
+        count, of = plural(len(own), "case"), ", ".join(sorted({*own}))
+        measured = f"{count}, on {of}" if own else "nothing"
         lines.append(f"| {key[0]} | {key[1]} | {'; '.join(ran[key]) or 'none'} | {measured} |")
     return "\n".join(lines)
 
 
-def _versions(machine: str) -> tuple[str, str]:
-    found = {match["name"]: match["version"] for match in _VERSION.finditer(machine)}
-    if "torch" not in found:
+def _machine(text: str) -> tuple[tuple[str, str], str]:
+    """The versions of torch and Triton of a machine, and its GPUs if it names any."""
+    found = _MACHINE.match(text)
+    if found is None:
         raise ValueError(
-            f"machine must name its torch and triton, but got {machine!r}. Write "
+            f"machine must name its torch and triton, but got {text!r}. Write "
             '"2 × NVIDIA H100, torch 2.11.0, triton 3.6.0".'
         )
     # Rows of an earlier program name torch alone, which requires one Triton.
-    return found["torch"], found.get("triton", {"2.11": "3.6"}.get(found["torch"], "unknown"))
-
-
-def _gpus(machine: str) -> str:
-    found = _MACHINE.match(machine)
-    assert found is not None, machine
-    return f"{found['count'] or 1} × {found['gpu']}"
+    triton = found["triton"] or {"2.11": "3.6"}.get(found["torch"], "unknown")
+    gpus = f"{found['count'] or 1} × {found['gpu']}" if found["gpu"] else ""
+    return (found["torch"], triton), gpus

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from tools import browser, screenshots
+from tools import browser
 
 from bench_harness import report
 from bench_harness.store import Store
@@ -310,8 +310,8 @@ def test_a_comparison_fits_its_window(
 def test_one_command_takes_pictures_of_a_report_a_comparison_and_a_timeline(
     bench: Bench, tmp_path: Path
 ) -> None:
-    screenshots.main([str(tmp_path), *screenshots.OWN])
-    for name in screenshots.OWN:
+    browser.main([str(tmp_path), *browser.OWN])
+    for name in browser.OWN:
         for width in (1280, 390):
             papers = []
             for scheme in ("light", "dark"):

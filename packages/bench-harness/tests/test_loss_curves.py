@@ -10,6 +10,7 @@ from tools.pages import loss_curves
 from bench_harness.core import Row
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
+from bench_harness.training import settings
 
 TINY = {"size": "custom", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 
@@ -51,10 +52,9 @@ def test_the_fastest_step_trains_like_the_reference(
     """Two ranks, two seeds, bf16 weights from fp32 shards: real text, and its loss falls."""
     monkeypatch.chdir(tmp_path)
     different = {**TINY, "batch": 4, "sequence": 32, "steps": 20, "seeds": [0, 1]}
-    reference, fast = (
-        {**each, "optimizer": {"name": "adamw", "lr": 3e-3}} for each in loss_curves.VARIANTS
-    )
-    case = loss_curves.case((reference, fast), "cpu", **different)
+    optimizer = {"optimizer": {"name": "adamw", "lr": 3e-3}}
+    variants = [settings.read(each, optimizer).table() for each in loss_curves.VARIANTS]
+    case = loss_curves.case(variants, "cpu", **different)
     found = loss_curves.run(case)
     assert len(found) == 4
     assert all(row["ranks_agree"] for row in found)

@@ -147,7 +147,11 @@ def test_an_outdated_page_fails_the_check_and_is_left_alone(tool: Bench, page: P
     ("old", "new", "message"),
     [
         ('"rows.jsonl"', '"gone.jsonl"', "rows must be a readable file, but got .*gone.jsonl"),
-        ('["toy ok"]', '["toy oak"]', "must hold rows of toy of cases named toy oak, but got none"),
+        (
+            '["toy ok"]',
+            '["toy oak"]',
+            "must hold cases of experiment toy named toy oak, but got none",
+        ),
         ('"Toy <times>"', '"Toy"', "table must be one of Toy <times>, but got 'Toy'"),
         ('["variant", ["median', '["variants", ["median', "column must be one of .*'variants'"),
         ("digits = 1", "digit = 1", "show key must be one of .*, but got 'digit'"),
@@ -166,7 +170,7 @@ def test_an_outdated_page_fails_the_check_and_is_left_alone(tool: Bench, page: P
         ('"line.png"', '"setup.py"', "figure file must be a PNG file in the page's folder"),
         ("(double / plain)", "(double.__class__.__mro__)", "access to attribute '__class__'"),
         ("measured = [", "measure = [", "block key must be one of .*, but got 'measure'"),
-        ('table = "Toy', "table = Toy", "mine.tables.toml must be TOML, but got an error"),
+        ('table = "Toy', "table = Toy", "must be a readable TOML file, but got .*mine.tables.toml"),
         ("[block.times.show]", "[bloc.times.show]", "toml key must be one of source, block"),
     ],
 )
@@ -215,16 +219,16 @@ def test_a_block_in_a_code_block_is_an_example(page: Path) -> None:
 
 
 @pytest.mark.parametrize("after", ["", PAGE])
-def test_a_block_that_is_not_closed_is_named_and_the_page_kept(
-    tool: Bench, page: Path, after: str
-) -> None:
-    text = "# Title\n\n<!-- bench-harness: mine.tables.toml#times -->\n" + after
-    page.write_text(text)
+def test_a_block_that_is_not_closed_is_named_and_kept(tool: Bench, page: Path, after: str) -> None:
+    text = "# Title\n\n<!-- bench-harness: mine.tables.toml#times -->\nkept\n"
+    page.write_text(text + after)
     done = tool("fill", str(page))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert f"{page}:3: a block must end with <!-- /bench-harness -->, but got none. Add it." in line
-    assert page.read_text() == text
+    assert f"{page}:3: a block must begin with" in line
+    assert "and end with <!-- /bench-harness -->, but got" in line
+    assert page.read_text().startswith(text)
+    assert ("| plain |" in page.read_text()) == bool(after)
 
 
 def test_paths_are_relative_to_the_recipes_and_links_to_the_page(page: Path) -> None:
@@ -245,10 +249,10 @@ def test_paths_are_relative_to_the_recipes_and_links_to_the_page(page: Path) -> 
 @pytest.mark.parametrize(
     ("mark", "message"),
     [
-        ("gone.toml#times", "recipes must be a readable file, but got .*gone.toml"),
+        ("gone.toml#times", "recipes must be a readable TOML file, but got .*gone.toml"),
         (
             "mine.tables.toml#no",
-            "block must be one of times, cost in mine.tables.toml, but got 'no'",
+            "block of mine.tables.toml must be one of times, cost, but got 'no'",
         ),
     ],
 )

@@ -29,13 +29,19 @@ DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
 
-#: Parameters of the sizes, rounded: without torch, for what a case may take.
+#: Parameters of the sizes, rounded, and blocks: without torch, for what a case may take.
 _BILLIONS = dict(zip(SIZES, (0.13, 0.42, 0.97, 2.0, 3.4, 3.4, 12.8, 8.1, 0.0), strict=True))
+_BLOCKS = dict(zip(SIZES, (12, 24, 36, 48, 32, 32, 50, 34, 0), strict=True))
 
 
 def billions(config: Mapping[str, Any]) -> float:
     """About how many 10⁹ parameters a case's language model has; 0 where nothing is known."""
     return _BILLIONS.get(config.get("size", ""), 0.0)
+
+
+def blocks(config: Mapping[str, Any]) -> int:
+    """How many blocks a case's language model has; 0 where nothing is known."""
+    return int(config.get("num_layers") or _BLOCKS.get(config.get("size", ""), 0))
 
 
 def too_large(config: Mapping[str, Any]) -> str | None:

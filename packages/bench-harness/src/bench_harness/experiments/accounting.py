@@ -105,7 +105,7 @@ class Accounting(Experiment):
 
     def work_s(self, case: Case) -> float:
         """A moment."""
-        return 0.2
+        return 0.3
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Model sizes; the mesh problem with its derivations."""

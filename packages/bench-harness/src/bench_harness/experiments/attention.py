@@ -207,8 +207,11 @@ class Attention(Experiment):
         timed = cells * len(config["passes"]) * (config["warmup_ms"] + config["rep_ms"]) / 1e3
         if config["device"] == "cpu":
             return float(2 + 0.4 * cells + timed)
-        compiled = sum("compiled" in name or name == "flex" for name in config["variants"])
-        return float(5 + 4 * count + 0.3 * cells + timed + 12 * compiled * cells / count)
+        names = config["variants"]
+        compiled = sum("compiled" in name or name == "flex" for name in names)
+        each = 0.8 if config["dtype"] == "fp32" else 0.3  # without tensor cores
+        compiling = 3 * count + 12 * compiled * cells / count + 6 * ("flash-attn-4" in names)
+        return float(5 + compiling + each * cells + timed)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features."""

@@ -19,6 +19,7 @@ from bench_harness.workload import (
     PRECISIONS,
     SIZES,
     billions,
+    blocks,
     compute_dtype,
     device_of,
     language_model_config,
@@ -158,11 +159,15 @@ class Model(Experiment):
 
     def work_s(self, case: Case) -> float:
         """By variants, what is run of each, and the size of the model; compiling takes longest."""
-        config = case.config
-        compiled = sum(each["execution"] == "compiled" for each in config["variants"])
-        each = (3 if config["device"] == "cpu" else 1) + 9 * billions(config)
-        steps = len(config["variants"]) * each * (1 + len(config["modes"])) / 4
-        return float(2 + steps + 40 * compiled)
+        config, variants = case.config, case.config["variants"]
+        compiled = sum(each["execution"] == "compiled" for each in variants)
+        triton = sum(each["attention"] == "flash" for each in variants)
+        on_cpu = config["device"] == "cpu"
+        each = (3 if on_cpu else 1) + 9 * billions(config)
+        steps = len(variants) * each * (1 + len(config["modes"])) / 4
+        if on_cpu:
+            return float(2 + steps + 40 * compiled)
+        return float(0.8 + steps + 5 * triton + (20 + 1.8 * blocks(config)) * compiled)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""

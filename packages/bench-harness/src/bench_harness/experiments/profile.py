@@ -19,6 +19,7 @@ from bench_harness.workload import (
     PRECISIONS,
     SIZES,
     billions,
+    blocks,
     device_of,
     language_model_config,
     shape_row,
@@ -117,9 +118,11 @@ class Profile(Experiment):
         return rows_of(trace, facts | {"spans": "GPU kernels" if trace.on_device else host}, config)
 
     def work_s(self, case: Case) -> float:
-        """By the size of the model; Nsight Systems starts and exports."""
-        slow = case.config["tool"] == "nsight"
-        return 1.2 + 2.5 * billions(case.config) + 10.0 * bool(slow)
+        """By the model's blocks and operations; Nsight Systems starts and exports."""
+        config = case.config
+        tokens = float(config.get("batch", 0) * config.get("sequence", 0))
+        nsight = 10.0 if config["tool"] == "nsight" else 0.0
+        return 1.1 + 0.14 * blocks(config) + billions(config) * tokens / 1400 + nsight
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""

@@ -206,13 +206,15 @@ class TrainStep(Experiment):
         return [merged(list(each)) for each in zip(*ranks, strict=True)]
 
     def work_s(self, case: Case) -> float:
-        """By variants, each built, proven and compiled, and their rounds."""
+        """By variants, each built, proven and compiled, and their rounds of so many tokens."""
         config, count = case.config, len(case.config["variants"])
         if config["device"] == "cpu":
             return float(2 + count * (0.2 * config["rounds"] + 5 * billions(config)))
         if config["alone"]:
             return 4.0 * count
-        return float(10 + count * (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config)))
+        tokens = 0.8 + config.get("batch", 0) * config.get("sequence", 0) / 20000
+        each = (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config) * tokens)
+        return float(10 + count * each)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, all-reduces."""
