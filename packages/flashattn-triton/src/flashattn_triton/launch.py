@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasSpecialization
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem, as_given, heads_first
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
@@ -27,9 +27,8 @@ _LONGEST_STRIDE = 2**40
 
 
 # The kernels' parameters for tensors that may come with query, key and value.
-_GIVEN = (
-    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr",
-)  # fmt: skip
+_STARTS = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+_MASK_AND_BIAS = ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr")
 Strides = tuple[int, ...]
 # Shape, strides and dtype of a tensor.
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
@@ -56,25 +55,20 @@ class Packing(NamedTuple):
 
 
 def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
-    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes and mask."""
-    tensors = (
-        None if packing is None else packing.cu_seqlens_q,
-        None if packing is None else packing.cu_seqlens_k,
-        *mask_and_bias.tensors[:4],
-    )
-    return {name: None if x is None else x.dtype for name, x in zip(_GIVEN, tensors, strict=True)}
+    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes, mask, sinks."""
+    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias.tensors)
+    given = zip((*_STARTS, *_MASK_AND_BIAS), tensors, strict=True)
+    return {name: None if x is None else x.dtype for name, x in given}
 
 
 def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, int]:
     """The addresses of :func:`given_parameters` that are not None."""
     addresses = {}
     if packing is not None:
-        addresses["cu_seqlens_q_ptr"] = packing.cu_seqlens_q.data_ptr()
-        addresses["cu_seqlens_k_ptr"] = packing.cu_seqlens_k.data_ptr()
+        addresses = {name: x.data_ptr() for name, x in zip(_STARTS, packing[:2], strict=True)}
     if mask_and_bias is not NO_MASK_OR_BIAS:
-        for name, x in zip(_GIVEN[2:], mask_and_bias.tensors[:4], strict=True):
-            if x is not None:
-                addresses[name] = x.data_ptr()
+        given = zip(_MASK_AND_BIAS, mask_and_bias.tensors, strict=True)
+        addresses |= {name: x.data_ptr() for name, x in given if x is not None}
     return addresses
 
 
@@ -94,11 +88,6 @@ def unit_last_stride(x: Tensor) -> Tensor:
 def is_wide(*strides: Strides) -> bool:
     """Whether the rows of one tile can be more than 2^31 elements apart."""
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
-
-
-def outer(stride: Strides, packed: bool) -> Strides:
-    """Batch, head and row stride; the sequences of a packed batch start where it says."""
-    return (0 if packed else stride[0], stride[1], stride[2])
 
 
 def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> int:
@@ -194,16 +183,14 @@ def option_numbers(problem: Problem) -> dict[str, float]:
     }
 
 
-def register_limit(
-    specialization: MaskAndBiasSpecialization, tiles: Tiles, dtype: torch.dtype, width: int
-) -> int | None:
+def register_limit_of_alibi(tiles: Tiles, dtype: torch.dtype, width: int) -> int | None:
     """How many registers a thread may have, so that as many programs fit as without ALiBi.
 
     For narrow heads, the programs that own queries take 140 to 158 registers without it, and three
     of 4 warps share a multiprocessor of sm_90. With it the compiler takes up to 217.
     """
     narrow = dtype.itemsize == 2 and width <= 64
-    return 168 if specialization.alibi and narrow and tiles.use_tma and tiles.warps == 4 else None
+    return 168 if narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
 def tma_refusal(

@@ -37,22 +37,6 @@ HIDDEN_BIAS = -8192.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskAndBiasSpecialization:
-    """What kernels are specialised on: which tensors a call has, and the strides of its bias."""
-
-    alibi: bool
-    prefix: bool
-    bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
-    mask: bool = False
-
-    @property
-    def numbers(self) -> dict[str, int | None]:
-        """The kernels' arguments for the strides of the bias."""
-        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
-        return dict(zip(names, self.bias_strides, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
 class MaskAndBias:
     """The tensors of one call, checked and brought into one shape; None where there is none.
 
@@ -78,21 +62,12 @@ class MaskAndBias:
         return tuple([n for n, x in zip(NAMES, self.tensors, strict=True) if x is not None])
 
     @property
-    def specialization(self) -> MaskAndBiasSpecialization:
-        """What kernels are specialised on by these tensors."""
-        strides: tuple[int, int, int, int] | tuple[None, None, None, None] = (None,) * 4
-        if self.bias is not None:
-            batch, head, query, key = (
-                0 if n == 1 else stride
-                for n, stride in zip(self.bias.shape, self.bias.stride(), strict=True)
-            )
-            strides = (batch, head, query, key)
-        return MaskAndBiasSpecialization(
-            alibi=self.alibi_slopes is not None,
-            prefix=self.prefix_lengths is not None,
-            bias_strides=strides,
-            mask=self.mask is not None,
-        )
+    def bias_strides(self) -> tuple[int | None, ...]:
+        """Strides of the bias, 0 in dimensions that share it; four times None without a bias."""
+        if self.bias is None:
+            return (None,) * 4
+        sizes = zip(self.bias.shape, self.bias.stride(), strict=True)
+        return tuple(0 if n == 1 else stride for n, stride in sizes)
 
     def sequence(self, index: int) -> MaskAndBias:
         """The tensors of one sequence, a batch of one."""

@@ -291,8 +291,6 @@ class ForwardCall:
             "L_ptr": logsumexp.data_ptr(),
             **given_addresses(packing, mask_and_bias),
         }
-        if mask_and_bias.sinks is not None:
-            addresses["sinks_ptr"] = mask_and_bias.sinks.data_ptr()
         self.launch(addresses)
         return out, logsumexp
 
@@ -333,7 +331,7 @@ def forward_call(
         packing=packing,
         results={"o": out.stride(), "l": logsumexp.stride()},
     )
-    bias, sinks, scores = mask_and_bias.bias, mask_and_bias.sinks, (query.shape[2], key.shape[2])
+    bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
     use_tma = tiles.use_tma and inputs.readable_by_tma
     bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
     options = inputs.options(
@@ -341,7 +339,7 @@ def forward_call(
         flash_forward_kernel,
         tiles,
         bias_tma=bias_tma,
-        has_sinks=sinks is not None,
+        has_sinks=mask_and_bias.sinks is not None,
         negative_scale=problem.scale < 0,
         largest_only=problem.largest_only,
     )
@@ -349,13 +347,12 @@ def forward_call(
         **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
         "O_ptr": out.dtype,
         "L_ptr": torch.float32,
-        "sinks_ptr": None if sinks is None else sinks.dtype,
     }
     if use_tma:
         parameters["K_ptr"] = tma_tiles(key, tiles.keys)
         parameters["V_ptr"] = tma_tiles(value, tiles.keys)
     if bias is not None and bias_tma:
-        strides = [stride or 0 for stride in mask_and_bias.specialization.bias_strides]
+        strides = [stride or 0 for stride in mask_and_bias.bias_strides]
         full = (*query.shape[:2], *scores)
         own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
         block = [1, 1, tiles.queries, tiles.keys]

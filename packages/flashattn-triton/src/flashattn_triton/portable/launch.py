@@ -26,9 +26,8 @@ from flashattn_triton.launch import (
     given_parameters,
     is_wide,
     option_numbers,
-    outer,
     padded,
-    register_limit,
+    register_limit_of_alibi,
     stride_numbers,
     tile_view,
     tiles_of_head,
@@ -97,8 +96,9 @@ class KernelInputs:
         ``kind`` has, and options that are not as most launches have them.
         """
         left, right = self.problem.band
-        specialization, dtype = self.mask_and_bias.specialization, self.query.dtype
-        one_sided = right is not None and right <= 0 and not specialization.prefix
+        given, dtype = self.mask_and_bias, self.query.dtype
+        has_prefix = given.prefix_lengths is not None
+        one_sided = right is not None and right <= 0 and not has_prefix
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
         return kind(
             e=value_dim,
@@ -108,10 +108,10 @@ class KernelInputs:
             bottom_right=self.problem.bottom_right,
             has_left=left is not None,
             has_softcap=self.problem.softcap is not None,
-            has_prefix=specialization.prefix,
-            alibi=specialization.alibi and 1 + one_sided,
-            has_bias=specialization.bias_strides[0] is not None,
-            has_mask=specialization.mask,
+            has_prefix=has_prefix,
+            alibi=0 if given.alibi_slopes is None else 1 + one_sided,
+            has_bias=given.bias is not None,
+            has_mask=given.mask is not None,
             wide=is_wide(*self.strides.values()),
             precision=dot_precision(dtype),
             interpreted=not isinstance(kernel, triton.JITFunction),
@@ -132,23 +132,26 @@ class KernelInputs:
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options.
 
-        ``parameters``: its tensors, but for those of ``packing`` and most of ``mask_and_bias``.
+        ``parameters``: its tensors, but for most of those of ``packing`` and ``mask_and_bias``.
         ``numbers``: its arguments that no other kernel has. ``programs``: the grid; None if each
         program owns a tile of one head's queries. ``strides`` take the place of ``results`` of the
         same names.
         """
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
-        specialization, registers = self.mask_and_bias.specialization, None
+        registers = None
         if programs is None:
             programs = tiles_of_head(self.query.shape, tiles.queries, self.packing) * heads
-            width = max(head_dim, options.e)
-            registers = register_limit(specialization, tiles, self.query.dtype, width)
-        packed = self.packing is not None
-        outer_strides = {n: outer(s, packed) for n, s in {**self.strides, **strides}.items()}
+            if self.mask_and_bias.alibi_slopes is not None:
+                width = max(head_dim, options.e)
+                registers = register_limit_of_alibi(tiles, self.query.dtype, width)
+        outer = {name: stride[:3] for name, stride in {**self.strides, **strides}.items()}
+        if self.packing is not None:  # sequences start where it says
+            outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
+        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
         known = set(kernel.arg_names)
         every: dict[str, Number] = {
-            **stride_numbers(**outer_strides),
-            **specialization.numbers,
+            **stride_numbers(**outer),
+            **dict(zip(names, self.mask_and_bias.bias_strides, strict=True)),
             "N_PADDED": self.n_padded,
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
