@@ -15,8 +15,9 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.backward import backward_call
 from flashattn_triton.portable.bias_pass import bias_call
 from flashattn_triton.portable.forward import forward_call
-from flashattn_triton.portable.sinks_pass import sinks_call
+from flashattn_triton.portable.preprocess import sinks_call
 from flashattn_triton.problem import Problem
+from flashattn_triton.tiers import readable
 
 
 def triton_forward(
@@ -31,7 +32,7 @@ def triton_forward(
     """Output and logsumexp by the portable kernel."""
     query, key, value = map(unit_last_stride, (query, key, value))
     call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
-    return call(query, key, value, packing, mask_and_bias)
+    return call((query, key, value), packing, mask_and_bias)
 
 
 def triton_backward(
@@ -43,24 +44,26 @@ def triton_backward(
 
     ``given``: query, key, value, out, logsumexp, grad_out, grad_logsumexp, problem and tiling.
     """
-    tensors, (lse, dl, problem, tiling) = _readable(given)
-    call = backward_call(*tensors, dl, problem, tiling, packing, mask_and_bias)
-    return call(*tensors[:4], lse, tensors[4], dl, packing, mask_and_bias)
+    *tensors, problem, tiling = given
+    rows = readable(tensors)
+    return backward_call(rows, problem, tiling, packing, mask_and_bias)(
+        rows, packing, mask_and_bias
+    )
 
 
 def triton_bias_backward(*given: Any, mask_and_bias: MaskAndBias) -> Tensor:
     """The gradient of the bias; ``given`` as of :func:`triton_backward`."""
-    tensors, (lse, dl, problem, tiling) = _readable(given)
-    call = bias_call(*tensors, dl, problem, tiling, mask_and_bias)
-    return call(*tensors[:4], lse, tensors[4], dl, mask_and_bias)
+    *tensors, problem, tiling = given
+    rows = readable(tensors)
+    return bias_call(rows, problem, tiling, mask_and_bias)(rows, mask_and_bias)
 
 
 def triton_sinks_backward(
     sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
     """The gradient of sinks."""
-    out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
-    return sinks_call(sinks, out, grad_out, grad_lse)(sinks, out, lse, grad_out, grad_lse)
+    rows = readable((out, out, out, out, lse, grad_out, grad_lse))
+    return sinks_call(rows, sinks)(rows, MaskAndBias(sinks=sinks))
 
 
 def hopper_forward(
@@ -73,7 +76,7 @@ def hopper_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the Hopper tier."""
     call = hopper_forward_call(query, key, value, problem, packing, sinks)
-    return call(query, key, value, packing, MaskAndBias(sinks=sinks))
+    return call((query, key, value), packing, MaskAndBias(sinks=sinks))
 
 
 def hopper_backward(
@@ -89,14 +92,6 @@ def hopper_backward(
     into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the Hopper tier."""
-    tensors = (query, key, value, out, grad_out)
-    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing, into)
-    given = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
-    return call(*given, NO_MASK_OR_BIAS, into)
-
-
-def _readable(given: tuple[Any, ...]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """Query, key, value, out and grad_out with unit last strides, and what else is ``given``."""
-    query, key, value, out, lse, grad_out, grad_lse, problem, tiling = given
-    rows = [unit_last_stride(x) for x in (query, key, value, out, grad_out)]
-    return rows, (lse, grad_lse, problem, tiling)
+    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    call = hopper_backward_call(tensors, problem, packing, into)
+    return call(tensors, packing, NO_MASK_OR_BIAS, into)

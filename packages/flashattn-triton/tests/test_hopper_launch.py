@@ -63,7 +63,7 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
     options = {"grid": (3, 1, 1), "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     assert keywords == {"WIDTH": 64} | options | triton_versions.hopper_options()
     compiled = launched[0][0]
-    parameters = {"x_desc": tiles, "y_ptr": "pointer", "z_ptr": None}
+    parameters = {"x_desc": tiles, "y_ptr": torch.float32, "z_ptr": None}
     assert launched == [
         (compiled, (3, 1, 1), parameters, (7, 64), {"y_ptr": 16, "x_desc": address})
         for address in (4096, 8192)

@@ -138,7 +138,8 @@ def test_tiled_in_small_tiles(
     tensors = [x.detach() for x in (inputs.query, inputs.key, inputs.value)]
     problem = (inputs.options, inputs.mask_and_bias)
     out, lse = tiled_forward(*tensors, *problem, query_tile=32, key_tile=16)
-    arguments = (*tensors, out, lse, inputs.grad_out, inputs.grad_lse, *problem)
+    given = (*tensors, out, lse, inputs.grad_out, inputs.grad_lse)
+    arguments: Any = (given, *problem)
     gradients = tiled_backward(*arguments, query_tile=32, key_tile=16)
     results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     if inputs.bias is not None:

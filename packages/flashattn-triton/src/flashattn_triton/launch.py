@@ -8,7 +8,6 @@ and allocates results in the layout of the problem (:func:`in_layout`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem, as_given, heads_first
+from flashattn_triton.triton_versions import Parameter, TileView
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
@@ -29,6 +29,8 @@ _LONGEST_STRIDE = 2**40
 # The kernels' parameters for tensors that may come with query, key and value.
 _STARTS = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
 _MASK_AND_BIAS = ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr")
+# Query, key, value, output, logsumexp, and the gradients of the last two, the last None for zero.
+BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Strides = tuple[int, ...]
 # Shape, strides and dtype of a tensor.
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
@@ -108,6 +110,12 @@ def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> 
     return like.new_empty(batch, heads, rows, width, dtype=dtype)
 
 
+def planned_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """:func:`empty_output` without memory."""
+    on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return empty_output(on_meta, width, dtype)
+
+
 def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | None = None) -> Tensor:
     """:func:`empty_output` for an input in ``layout``, in the same layout.
 
@@ -124,10 +132,7 @@ def empty_row_statistic(like: Tensor) -> Tensor:
 
 def in_layout(x: Tensor, layout: str) -> Layout:
     """Of (B, H, N, D) or (B, H, N) results as a caller has them whose tensors are in ``layout``."""
-    if x.dim() == 4:
-        x = as_given(x, layout)
-    elif layout == "thd":
-        x = x.squeeze(0)
+    x = as_given(x, layout)
     return tuple(x.shape), x.stride(), x.dtype
 
 
@@ -216,33 +221,6 @@ def can_use_tma(x: Tensor) -> bool:
     return tma_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
-@dataclass(frozen=True)
-class TileView:
-    """How the TMA sees tensors of one shape: all of a descriptor but the address.
-
-    Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
-    not the next head. ``layout``: that of tiles in shared memory, which Gluon's kernels want.
-    """
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block: Sequence[int]
-    dtype: torch.dtype
-    layout: Any = None
-
-    def of(self, base: Any) -> Any:
-        """The descriptor of ``base``, which has a dtype, and an address if something is launched.
-
-        A tensor must have this shape and these strides: :func:`can_use_tma`.
-        """
-        shape, strides, block = list(self.shape), list(self.strides), list(self.block)
-        if self.layout is None:
-            return triton_versions.unchecked_descriptor()(base, shape, strides, block)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        return TensorDescriptor(base, shape, strides, block, self.layout)
-
-
 def tile_view(
     shape: Sequence[int], strides: Sequence[int], block: Sequence[int], dtype: torch.dtype
 ) -> TileView:
@@ -286,10 +264,6 @@ def in_order(
         ordered.append({name: group[name] for name in expected})
         first += len(group)
     return tuple(ordered)
-
-
-# What a kernel takes in place of a tensor: tiles, a pointer to elements of a dtype, or nothing.
-Parameter = TileView | torch.dtype | None
 
 
 class Launch:
@@ -381,14 +355,10 @@ class Launch:
 
     def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers.values(), *self.constants.values())
-        kinds: dict[str, triton_versions.Parameter] = {
-            name: "pointer" if isinstance(x, torch.dtype) else x
-            for name, x in self.parameters.items()
-        }
         compiled = self.compile(addresses)
         start = None
         if compiled is not None:
-            start = triton_versions.fast_launcher(compiled, self.grid, kinds, rest)
+            start = triton_versions.fast_launcher(compiled, self.grid, self.parameters, rest)
         if start is None and self.by_triton:
             return self._launch_by_triton
         if start is None:

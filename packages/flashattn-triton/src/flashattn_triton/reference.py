@@ -25,6 +25,7 @@ from torch import Tensor
 from flashattn_triton.mask_and_bias import (
     NO_MASK_OR_BIAS,
     MaskAndBias,
+    joined_parts,
     mask_and_bias_of,
     parts_of_batch,
 )
@@ -121,64 +122,30 @@ def attention_reference(
     return out, logsumexp
 
 
-def attention_reference_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """:func:`attention_reference` of each sequence of a packed batch, one after the other.
-
-    Args:
-        query: (T_q, H, D), the sequences' tokens one after another.
-        key: (T_k, G, D).
-        value: (T_k, G, E).
-        cu_seqlens_q: (B + 1,) int32, where each sequence starts in ``query``, and T_q.
-        cu_seqlens_k: (B + 1,) int32, the same for ``key`` and ``value``. Sequences may be empty.
-        problem: mask, scale and soft-cap; the diagonal is each sequence's own.
-        mask_and_bias: slopes and prefixes of each sequence; no bias.
-        dtype: as in :func:`attention_reference`.
-
-    Returns:
-        Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``: 0 and -inf for tokens behind
-        the last sequence.
-    """
-    outputs, logsumexps = [], []
-    q, k, v = (heads_first(x, "thd") for x in (query, key, value))
-    for rows, columns, tensors in parts_of_batch(cu_seqlens_q, cu_seqlens_k, mask_and_bias):
-        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
-        out, logsumexp = attention_reference(*part, problem, tensors, dtype=dtype)
-        outputs.append(out[0].transpose(0, 1))
-        logsumexps.append(logsumexp[0])
-    unowned = query.shape[0] - sum(len(out) for out in outputs)
-    return (
-        F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned)),
-        F.pad(torch.cat(logsumexps, dim=-1), (0, unowned), value=float("-inf")),
-    )
-
-
 def attend_by_definition(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None],
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and logsumexp, with their own derivatives, of tensors in the layout of ``problem``.
 
-    They are computed in fp32, or in float64 for such tensors. ``given`` are those of
-    :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape, as the others.
+    Packed sequences are computed one after the other; tokens behind the last one have 0 and -inf.
+
+    ``given`` are those of :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape,
+    as the others. ``dtype``: of the computation; None for fp32, or float64 for such tensors.
     """
     *_, starts_q, starts_k = given
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    how = (problem, mask_and_bias_of(given))
+    dtype = dtype or torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
-        if starts_q is not None and starts_k is not None:
-            starts = (starts_q, starts_k)
-            out, lse = attention_reference_varlen(query, key, value, *starts, *how, dtype=dtype)
-        else:
-            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, *how, dtype=dtype)
-            out = as_given(out, problem.layout)
-    return out.to(problem.out_dtype or query.dtype), lse
+        parts = [
+            attention_reference(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, tensors, dtype=dtype
+            )
+            for rows, columns, tensors in parts_of_batch(
+                starts_q, starts_k, mask_and_bias_of(given)
+            )
+        ]
+    outs, lses = zip(*parts, strict=True)
+    out, lse = joined_parts(outs, q.shape[2]), joined_parts(lses, q.shape[2], float("-inf"))
+    out = as_given(out, problem.layout).to(problem.out_dtype or query.dtype)
+    return out, as_given(lse, problem.layout)

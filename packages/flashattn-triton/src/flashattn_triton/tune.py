@@ -90,12 +90,12 @@ def passes(problem: Problem, tiling: Tiling, inputs: list[Tensor]) -> dict[str, 
     """The forward and the backward pass with these shapes."""
     query, key, value, grad_out = inputs
     forward = forward_call(query, key, value, problem.options, tiling.forward)
-    out, lse = forward(query, key, value)
-    backward = backward_call(query, key, value, out, grad_out, None, problem.options, tiling)
+    out, lse = forward((query, key, value))
+    tensors = (query, key, value, out, lse, grad_out, None)
+    backward = backward_call(tensors, problem.options, tiling)
     return {
-        "forward": lambda: forward(query, key, value),
-        "backward": lambda: backward(query, key, value, out, lse, grad_out, None),
-    }
+        "forward": lambda: forward((query, key, value)), "backward": lambda: backward(tensors)
+    }  # fmt: skip
 
 
 def agrees(problem: Problem, tiling: Tiling) -> bool:

@@ -22,21 +22,22 @@ from flashattn_triton.hopper.packed import PackedTiles, packed_tiles, without_of
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
+    BackwardTensors,
     Launch,
     Layout,
     Packing,
-    Parameter,
     Strides,
     allocator,
     contiguous_strides,
     current_device,
-    empty_output,
     in_layout,
+    planned_output,
     stride_numbers,
     tma_refusal,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 LOG2_E = 1.4426950408889634
 # Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
@@ -111,13 +112,7 @@ class HopperBackwardCall:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
+        tensors: BackwardTensors,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
         into: Sequence[Tensor] = (),
@@ -128,15 +123,12 @@ class HopperBackwardCall:
         """
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(
-                    query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing,
-                    mask_and_bias, into,
-                )  # fmt: skip
+                return self(tensors, packing, mask_and_bias, into)
+        query, key, value, out, logsumexp, grad_out, grad_logsumexp = tensors
         if self.copied is not None:
-            tensors = (query, key, value, out, grad_out)
             query, key, value, out, grad_out = [
                 x if part is None else copy_of(x, part)
-                for x, part in zip(tensors, self.copied, strict=True)
+                for x, part in zip((query, key, value, out, grad_out), self.copied, strict=True)
             ]
         allocate, (dq_layout, dk_layout, dv_layout) = self.allocate, self.gradients
         if into:
@@ -176,38 +168,33 @@ class HopperBackwardCall:
 
 
 def hopper_backward_call(
-    tensors: Sequence[Tensor],
-    grad_logsumexp: Tensor | None,
+    tensors: BackwardTensors,
     problem: Problem,
     packing: Packing | None = None,
     into: Sequence[Tensor] = (),
 ) -> HopperBackwardCall:
-    """The call for views of Q, K, V, O and dO of these shapes, strides and types.
+    """The call for (B, H, N, ...) views of these shapes, strides and types.
 
     It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
     dtype, or adds them to fp32 tensors with the strides of ``into`` (:func:`can_add`). dQ is
     accumulated in fp32; in any order, unless ``problem`` asks for deterministic gradients.
 
     ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the
-    same for all heads, as the gradient of a sum is, once. ``grad_logsumexp`` is dL, (B, H, N_q), or
-    None for zero.
+    same for all heads, as the gradient of a sum is, once.
     """
-    query, key, value, out, _ = tensors
+    query, key, value, out, _, grad_out, grad_logsumexp = tensors
     device, dtype = query.device, query.dtype
     shapes = (query.shape, key.shape, value.shape)
     packed = packing is not None
     viewed = problem.layout != "bhsd"
-    copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(tensors)]
+    read = (query, key, value, out, grad_out)
+    copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(read)]
     copied = [part for part, _ in copies]
-    grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
-    equal = packing is not None and packing.has_equal_lengths
-    problem = without_offset(problem, equal)
+    dl_stride = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
+    problem = without_offset(problem, packing)
     (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
     q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
-    dq, dk, dv = (
-        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
-        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
-    )
+    dq, dk, dv = (planned_output(x, x.shape[3]) for x in (query, key, value))
     dq_stride, dk_stride, dv_stride = (x.stride() for x in into or (dq, dk, dv))
     width, values = forward_widths((head_dim, value_dim))
     kernel, loaded = KERNELS[width]
@@ -234,7 +221,7 @@ def hopper_backward_call(
         "QUERIES": queries,
         "SUM_PARTS": width // sum_width,
     }
-    has_dl = grad_logsumexp_stride is not None
+    has_dl = grad_logsumexp is not None
 
     # Of packed sequences the kernel itself adds the difference of lengths.
     offset, band = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
@@ -260,7 +247,7 @@ def hopper_backward_call(
             **stride_numbers(
                 o=stride_div8(o_stride),
                 do=stride_div8(do_stride),
-                dl=grad_logsumexp_stride or (0, 0, 0),
+                dl=dl_stride,
             ),
             **numbers,
             "D_DIV8": value_dim // 8,
@@ -289,15 +276,17 @@ def hopper_backward_call(
     dk_out: Parameter = fp32
     dv_out: Parameter = fp32
     of_sums: dict[str, int | None] = {}
-    if into:
+    if kernel is hopper_backward_kernel:  # the one that adds to sums
         of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
         of_sums["D_DIV8"] = head_dim // 8
-    else:
+    if not into:
+        of_sums = dict.fromkeys(of_sums)
         dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
         dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
-        if kernel is hopper_backward_kernel:
-            of_sums = dict.fromkeys((*stride_numbers(dk=(0, 0, 0), dv=(0, 0, 0)), "D_DIV8"))
-    may_ring = problem.deterministic and problem.band == (None, None)
+    most_in_ring = 0
+    if problem.deterministic and problem.band == (None, None):
+        # So many programs surely run at the same time, also beside another kernel's.
+        most_in_ring = forward.multiprocessors(device) // 2
     main = hopper_launch(
         kernel,
         programs[1],
@@ -337,7 +326,7 @@ def hopper_backward_call(
                 bottom_right=packed and problem.bottom_right,
                 ordered=problem.deterministic,
                 adds=bool(into),
-                ring=most_in_ring(device) if may_ring else 0,
+                ring=most_in_ring,
             )
         },
     )
@@ -363,8 +352,3 @@ def can_add(head_dims: tuple[int, int], into: Sequence[Tensor]) -> bool:
         for x in into
     )
     return aligned and forward_widths(head_dims)[0] <= 128
-
-
-def most_in_ring(device: torch.device) -> int:
-    """How many programs surely run at the same time, also beside another kernel's."""
-    return forward.multiprocessors(device) // 2

@@ -22,16 +22,16 @@ from flashattn_triton.launch import (
     Launch,
     Layout,
     Packing,
-    Parameter,
     allocator,
     current_device,
-    empty_output,
     empty_row_statistic,
     in_layout,
+    planned_output,
     stride_numbers,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 LOG2_E = 1.4426950408889634
 
@@ -53,16 +53,15 @@ class HopperForwardCall:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp; of ``mask_and_bias`` there are sinks at most."""
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(query, key, value, packing, mask_and_bias)
+                return self(tensors, packing, mask_and_bias)
+        query, key, value = tensors
         out, logsumexp = self.allocate(*self.out), self.allocate(*self.logsumexp)
         addresses = {
             "q_desc": query.data_ptr(),
@@ -100,13 +99,12 @@ def hopper_forward_call(
     strides = (query.stride(), key.stride(), value.stride())
     equal = packing is not None and packing.has_equal_lengths
     packed = packing is not None
-    problem = without_offset(problem, equal)
+    problem = without_offset(problem, packing)
     (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
     head_dims = (q_shape[3], v_shape[3])
-    like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
     in_fp32 = problem.out_dtype is torch.float32
-    out = empty_output(like, head_dims[1], problem.out_dtype)
-    lse = empty_row_statistic(like)
+    out = planned_output(query, head_dims[1], problem.out_dtype)
+    lse = empty_row_statistic(out)
     left, right = problem.band
     softcap = problem.softcap
     # Of packed sequences the kernel itself adds the difference of lengths.

@@ -13,12 +13,12 @@ from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import Problem
 
 
-def without_offset(problem: Problem, equal: bool) -> Problem:
-    """The same problem if ``equal`` says that sequences have as many keys as queries.
+def without_offset(problem: Problem, packing: Packing | None) -> Problem:
+    """The same problem where packed sequences have as many keys as queries.
 
     Their last query meets the last key on the diagonal that starts at the first of both.
     """
-    if not equal or not problem.bottom_right:
+    if packing is None or not packing.has_equal_lengths or not problem.bottom_right:
         return problem
     return replace(problem, causal="top-left" if problem.causal == "bottom-right" else "none")
 

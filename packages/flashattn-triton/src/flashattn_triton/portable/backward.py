@@ -30,13 +30,14 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
+    BackwardTensors,
     Launch,
     Layout,
     Packing,
-    empty_output,
     given_addresses,
     in_layout,
     padded,
+    planned_output,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
@@ -61,27 +62,20 @@ class BackwardCall:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
+        tensors: BackwardTensors,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1, added to ``into`` if that is given."""
-        fp32 = torch.float32
+        query, fp32 = tensors[0], torch.float32
         dq, dk, dv = into or [
             query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
         ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
         addresses = {
-            **backward_addresses(read, statistics),
+            **backward_addresses(tensors, statistics),
             "dQ_ptr": (dq if dq_sum is None else dq_sum).data_ptr(),
             "dK_ptr": dk.data_ptr(),
             "dV_ptr": dv.data_ptr(),
@@ -102,33 +96,25 @@ class BackwardCall:
 
 
 def backward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
+    tensors: BackwardTensors,
     problem: Problem,
     tiling: Tiling,
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     into: Sequence[Tensor] = (),
 ) -> BackwardCall:
-    """The call for views of these shapes, strides and types, whose last stride is 1.
+    """The call for (B, H, N, ...) views of these shapes, strides and types; last strides are 1.
 
     It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
     dtype, or adds them to fp32 tensors with the strides of ``into``. The fused form is used if
     ``tiling`` has one, unless ``problem.deterministic`` asks for a fixed order of every sum.
     """
-    dtype = query.dtype
-    (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
-    gradients = [
-        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
-        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
-    ]
+    query, key, value, out, _, grad_out, grad_logsumexp = tensors
+    batch, heads, n_queries, head_dim = query.shape
+    gradients = [planned_output(x, x.shape[3]) for x in (query, key, value)]
     dq, dk, dv = (x.stride() for x in into or gradients)
     fused = None if problem.deterministic else tiling.fused
-    width = padded(head_dim, dtype)
+    width = padded(head_dim, query.dtype)
     if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
         dq = (heads * n_queries * width, n_queries * width, width, 1)
     longest_tile = max(ROWS, tiling.key_pass.queries, tiling.query_pass.queries)

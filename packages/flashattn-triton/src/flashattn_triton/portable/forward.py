@@ -31,17 +31,15 @@ from flashattn_triton.launch import (
     Launch,
     Layout,
     Packing,
-    Parameter,
     can_use_tma,
-    empty_output,
     empty_row_statistic,
     given_addresses,
     in_layout,
+    planned_output,
     tile_view,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.launch import KernelInputs, tma_tiles
-from flashattn_triton.portable.options import ForwardOptions
+from flashattn_triton.portable.launch import ForwardOptions, KernelInputs
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
@@ -61,6 +59,7 @@ from flashattn_triton.primitives import (
     tile_of_program,
 )
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 
 @triton.jit
@@ -127,13 +126,8 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_lb",
-        "stride_lh",
-        "N_QUERIES",
-        "N_KEYS",
-        "N_HEADS",
-        "window_left",
-        "window_right",
+        *("stride_lb", "stride_lh", "N_QUERIES", "N_KEYS", "N_HEADS"),
+        *("window_left", "window_right"),
     ]
 )
 def flash_forward_kernel(
@@ -179,7 +173,7 @@ def flash_forward_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.options.ForwardOptions
+    OPTIONS: tl.constexpr,  # portable.launch.ForwardOptions
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
 
@@ -272,13 +266,12 @@ class ForwardCall:
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        tensors: tuple[Tensor, Tensor, Tensor],
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1."""
+        query, key, value = tensors
         out, logsumexp = (
             query.new_empty_strided(shape, strides, dtype=dtype)
             for shape, strides, dtype in (self.out, self.logsumexp)
@@ -304,24 +297,12 @@ def forward_call(
     packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> ForwardCall:
-    """The call for views of these shapes, strides and types, whose last stride is 1.
+    """The call for (B, H, N, D) views of these shapes, strides and types; last strides are 1.
 
-    It takes tensors as callers have them.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32.
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), or (1, G, T_k, E).
-        problem: mask, scale and soft-cap.
-        tiles: the kernel's shape.
-        packing: where packed sequences start; None for a dense batch.
-        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
-            returns them.
+    Of a packed batch B is 1. The call takes tensors as callers have them.
     """
-    dtype = query.dtype
-    like = torch.empty_strided(query.shape, query.stride(), dtype=dtype, device="meta")
-    out = empty_output(like, value.shape[3], problem.out_dtype)
-    logsumexp = empty_row_statistic(like)
+    out = planned_output(query, value.shape[3], problem.out_dtype)
+    logsumexp = empty_row_statistic(out)
     inputs = KernelInputs(
         query=query,
         key=key,
@@ -344,13 +325,9 @@ def forward_call(
         largest_only=problem.largest_only,
     )
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
         "O_ptr": out.dtype,
         "L_ptr": torch.float32,
     }
-    if use_tma:
-        parameters["K_ptr"] = tma_tiles(key, tiles.keys)
-        parameters["V_ptr"] = tma_tiles(value, tiles.keys)
     if bias is not None and bias_tma:
         strides = [stride or 0 for stride in mask_and_bias.bias_strides]
         full = (*query.shape[:2], *scores)
@@ -360,7 +337,9 @@ def forward_call(
     layout = problem.layout
     none: Layout = ((0,), (1,), out.dtype)
     return ForwardCall(
-        launch=inputs.launch(flash_forward_kernel, tiles, options, parameters),
+        launch=inputs.launch(
+            flash_forward_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr")
+        ),
         out=none if problem.largest_only else in_layout(out, layout),
         logsumexp=in_layout(logsumexp, layout),
     )
