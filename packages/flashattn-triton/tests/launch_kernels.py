@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.hopper.backward import hopper_backward_call
-from flashattn_triton.hopper.forward import hopper_forward_call
+from flashattn_triton.hopper.backward import HopperBackwardCall
+from flashattn_triton.hopper.forward import HopperForwardCall
 from flashattn_triton.launch import Packing, unit_last_stride
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.backward import backward_call
-from flashattn_triton.portable.bias_pass import bias_call
-from flashattn_triton.portable.forward import forward_call
-from flashattn_triton.portable.preprocess import sinks_call
+from flashattn_triton.portable.backward import BackwardCall
+from flashattn_triton.portable.bias_pass import BiasCall
+from flashattn_triton.portable.forward import ForwardCall
+from flashattn_triton.portable.preprocess import SinksCall
 from flashattn_triton.problem import Problem
 from flashattn_triton.tiers import readable
 
@@ -31,7 +31,7 @@ def triton_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the portable kernel."""
     query, key, value = map(unit_last_stride, (query, key, value))
-    call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
+    call = ForwardCall(query, key, value, problem, tiles, packing, mask_and_bias)
     return call((query, key, value), packing, mask_and_bias)
 
 
@@ -46,16 +46,14 @@ def triton_backward(
     """
     *tensors, problem, tiling = given
     rows = readable(tensors)
-    return backward_call(rows, problem, tiling, packing, mask_and_bias)(
-        rows, packing, mask_and_bias
-    )
+    return BackwardCall(rows, problem, tiling, packing, mask_and_bias)(rows, packing, mask_and_bias)
 
 
 def triton_bias_backward(*given: Any, mask_and_bias: MaskAndBias) -> Tensor:
     """The gradient of the bias; ``given`` as of :func:`triton_backward`."""
     *tensors, problem, tiling = given
     rows = readable(tensors)
-    return bias_call(rows, problem, tiling, mask_and_bias)(rows, mask_and_bias)
+    return BiasCall(rows, problem, tiling, mask_and_bias)(rows, mask_and_bias)
 
 
 def triton_sinks_backward(
@@ -63,7 +61,7 @@ def triton_sinks_backward(
 ) -> Tensor:
     """The gradient of sinks."""
     rows = readable((out, out, out, out, lse, grad_out, grad_lse))
-    return sinks_call(rows, sinks)(rows, MaskAndBias(sinks=sinks))
+    return SinksCall(rows, sinks)(rows, MaskAndBias(sinks=sinks))
 
 
 def hopper_forward(
@@ -75,7 +73,7 @@ def hopper_forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the Hopper tier."""
-    call = hopper_forward_call(query, key, value, problem, packing, sinks)
+    call = HopperForwardCall(query, key, value, problem, packing, sinks)
     return call((query, key, value), packing, MaskAndBias(sinks=sinks))
 
 
@@ -93,5 +91,5 @@ def hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the Hopper tier."""
     tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    call = hopper_backward_call(tensors, problem, packing, into)
+    call = HopperBackwardCall(tensors, problem, packing, into)
     return call(tensors, packing, NO_MASK_OR_BIAS, into)

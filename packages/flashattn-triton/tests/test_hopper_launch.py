@@ -149,7 +149,7 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
     options = new_problem(head_dim=64, causal=True)
-    launch = forward.hopper_forward_call(q, q, q, options).launch
+    launch = forward.HopperForwardCall(q, q, q, options).launch
     assert launch.numbers["GROUP"] == group
     assert launch.grid == (132, 1, 1)
 

@@ -239,30 +239,25 @@ def current_device() -> int:
 Number = float | None
 
 
-def in_order(
-    kernel: Any, *groups: Mapping[str, Any], whole: bool = False
-) -> tuple[dict[str, Any], ...]:
+def in_order(kernel: Any, *groups: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
 
-    Each of ``groups`` are the arguments of neighbouring parameters, which end the kernel's; if
-    ``whole``, it has no others.
+    Each of ``groups`` are the arguments of neighbouring parameters.
 
     Raises:
         TypeError: a group's names are not those of the parameters in its place.
     """
-    names = list(kernel.arg_names)
-    first = len(names) - sum(map(len, groups))
-    fits = first == 0 if whole else first >= 0
-    ordered = []
+    names, first, ordered = list(kernel.arg_names), 0, []
     for group in groups:
-        expected = names[max(first, 0) : first + len(group)]
-        if not fits or set(expected) != set(group):
+        expected = names[first : first + len(group)]
+        first += len(group)
+        left_out = group is groups[-1] and first != len(names)
+        if set(expected) != set(group) or left_out:
             raise TypeError(
                 f"arguments of {kernel.__name__} must be {expected} in this place, but got "
                 f"{list(group)}. Name each parameter of {names} once."
             )
         ordered.append({name: group[name] for name in expected})
-        first += len(group)
     return tuple(ordered)
 
 
@@ -309,7 +304,7 @@ class Launch:
         self.kernel = kernel
         self.device = device.index if device is not None and device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        ordered = in_order(kernel, parameters, numbers, constants, whole=True)
+        ordered = in_order(kernel, parameters, numbers, constants)
         self.parameters, self.numbers, self.constants = ordered
         self.options = {"num_warps": warps, "num_stages": stages, **options}
         self.options |= triton_versions.COMPILE_OPTIONS

@@ -46,16 +46,16 @@ def forward_launcher(
     ``tensors``: query, key and value.
     """
     if plan.tier == "hopper":
-        from flashattn_triton.hopper.forward import hopper_forward_call
+        from flashattn_triton.hopper.forward import HopperForwardCall
 
         q, k, v = _views(tensors, problem)
-        return hopper_forward_call(q, k, v, problem, packing, mask_and_bias.sinks)
+        return HopperForwardCall(q, k, v, problem, packing, mask_and_bias.sinks)
     if plan.tiling is None:
         return functools.partial(_tiled_forward, problem)
-    from flashattn_triton.portable.forward import forward_call
+    from flashattn_triton.portable.forward import ForwardCall
 
     q, k, v = _views(readable(tensors, (0, 1, 2)), problem)
-    call = forward_call(q, k, v, problem, plan.tiling.forward, packing, mask_and_bias)
+    call = ForwardCall(q, k, v, problem, plan.tiling.forward, packing, mask_and_bias)
     return _on_copies(call, tensors, (0, 1, 2))
 
 
@@ -97,17 +97,17 @@ def _backward_launcher(
 ) -> BackwardLauncher:  # fmt: skip
     views, sums = _views(tensors, problem), _views(into, problem)
     if plan.runs_hopper_backward(problem):
-        from flashattn_triton.hopper.backward import can_add, hopper_backward_call
+        from flashattn_triton.hopper.backward import HopperBackwardCall, can_add
 
         if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
-            return hopper_backward_call(views, problem, packing, sums)
+            return HopperBackwardCall(views, problem, packing, sums)
     if _has_no_kernel(plan, tensors):
         return functools.partial(_tiled_backward, problem)
-    from flashattn_triton.portable.backward import backward_call
+    from flashattn_triton.portable.backward import BackwardCall
 
     views = _views(readable(tensors), problem)
     assert plan.tiling is not None
-    call = backward_call(views, problem, plan.tiling, packing, mask_and_bias, sums)
+    call = BackwardCall(views, problem, plan.tiling, packing, mask_and_bias, sums)
     return _on_copies(call, tensors)
 
 
@@ -126,11 +126,11 @@ def _bias_launcher(
         return lambda tensors, mask_and_bias: tiled_bias_backward(
             _views(tensors, problem), problem, mask_and_bias
         )
-    from flashattn_triton.portable.bias_pass import bias_call
+    from flashattn_triton.portable.bias_pass import BiasCall
 
     views = _views(readable(tensors), problem)
     assert plan.tiling is not None
-    return _on_copies(bias_call(views, problem, plan.tiling, mask_and_bias), tensors)
+    return _on_copies(BiasCall(views, problem, plan.tiling, mask_and_bias), tensors)
 
 
 def _sinks_launcher(
@@ -142,11 +142,11 @@ def _sinks_launcher(
         return lambda tensors, mask_and_bias: sinks_gradient(
             mask_and_bias.sinks, *_views(tensors, problem)[3:]
         )
-    from flashattn_triton.portable.preprocess import sinks_call
+    from flashattn_triton.portable.preprocess import SinksCall
 
     assert sinks is not None
     rows = (3, 5)  # out and grad_out
-    return _on_copies(sinks_call(_views(readable(tensors, rows), problem), sinks), tensors, rows)
+    return _on_copies(SinksCall(_views(readable(tensors, rows), problem), sinks), tensors, rows)
 
 
 def _views(tensors: Sequence[Any], problem: Problem) -> tuple[Any, ...]:

@@ -19,8 +19,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,6 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
-    Launch,
     Layout,
     Packing,
     can_use_tma,
@@ -256,13 +253,62 @@ def flash_forward_kernel(
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ForwardCall:
-    """The forward kernel on one kind of input: what its launch needs, found out once."""
+    """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    launch: Launch
-    out: Layout
-    logsumexp: Layout
+    It is planned for (B, H, N, D) views, whose last strides are 1; of a packed batch B is 1. It
+    takes tensors as callers have them.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        problem: Problem,
+        tiles: Tiles,
+        packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    ) -> None:
+        out = planned_output(query, value.shape[3], problem.out_dtype)
+        logsumexp = empty_row_statistic(out)
+        inputs = KernelInputs(
+            query=query,
+            key=key,
+            value=value,
+            problem=problem,
+            mask_and_bias=mask_and_bias,
+            packing=packing,
+            results={"o": out.stride(), "l": logsumexp.stride()},
+        )
+        bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
+        use_tma = tiles.use_tma and inputs.readable_by_tma
+        bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
+        options = inputs.options(
+            ForwardOptions,
+            flash_forward_kernel,
+            tiles,
+            bias_tma=bias_tma,
+            has_sinks=mask_and_bias.sinks is not None,
+            negative_scale=problem.scale < 0,
+            largest_only=problem.largest_only,
+        )
+        parameters: dict[str, Parameter] = {
+            "O_ptr": out.dtype,
+            "L_ptr": torch.float32,
+        }
+        if bias is not None and bias_tma:
+            strides = [stride or 0 for stride in mask_and_bias.bias_strides]
+            full = (*query.shape[:2], *scores)
+            own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
+            block = [1, 1, tiles.queries, tiles.keys]
+            parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
+        self.launch = inputs.launch(
+            flash_forward_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr")
+        )
+        none: Layout = ((0,), (1,), out.dtype)
+        self.out = none if problem.largest_only else in_layout(out, problem.layout)
+        self.logsumexp = in_layout(logsumexp, problem.layout)
 
     def __call__(
         self,
@@ -286,60 +332,3 @@ class ForwardCall:
         }
         self.launch(addresses)
         return out, logsumexp
-
-
-def forward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    tiles: Tiles,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> ForwardCall:
-    """The call for (B, H, N, D) views of these shapes, strides and types; last strides are 1.
-
-    Of a packed batch B is 1. The call takes tensors as callers have them.
-    """
-    out = planned_output(query, value.shape[3], problem.out_dtype)
-    logsumexp = empty_row_statistic(out)
-    inputs = KernelInputs(
-        query=query,
-        key=key,
-        value=value,
-        problem=problem,
-        mask_and_bias=mask_and_bias,
-        packing=packing,
-        results={"o": out.stride(), "l": logsumexp.stride()},
-    )
-    bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
-    use_tma = tiles.use_tma and inputs.readable_by_tma
-    bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-    options = inputs.options(
-        ForwardOptions,
-        flash_forward_kernel,
-        tiles,
-        bias_tma=bias_tma,
-        has_sinks=mask_and_bias.sinks is not None,
-        negative_scale=problem.scale < 0,
-        largest_only=problem.largest_only,
-    )
-    parameters: dict[str, Parameter] = {
-        "O_ptr": out.dtype,
-        "L_ptr": torch.float32,
-    }
-    if bias is not None and bias_tma:
-        strides = [stride or 0 for stride in mask_and_bias.bias_strides]
-        full = (*query.shape[:2], *scores)
-        own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
-        block = [1, 1, tiles.queries, tiles.keys]
-        parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
-    layout = problem.layout
-    none: Layout = ((0,), (1,), out.dtype)
-    return ForwardCall(
-        launch=inputs.launch(
-            flash_forward_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr")
-        ),
-        out=none if problem.largest_only else in_layout(out, layout),
-        logsumexp=in_layout(logsumexp, layout),
-    )

@@ -11,8 +11,6 @@ of a tile, and PyTorch sums the tiles, so that every sum has a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -164,24 +162,23 @@ def backward_addresses(
     return {name: x.data_ptr() for name, x in given if x is not None}
 
 
-def sinks_call(
-    tensors: BackwardTensors, sinks: Tensor
-) -> Callable[[BackwardTensors, MaskAndBias], Tensor]:
-    """The call for (B, H, N, ...) views of these shapes, strides and types; last strides are 1.
+class SinksCall:
+    """The kernel for the gradient of sinks: what its launch needs, found out once, for both tiers.
 
-    It returns the gradient of sinks, summed in fp32, on every GPU tier.
+    It is planned for (B, H, N, ...) views, whose last strides are 1.
     """
-    _, _, _, out, _, grad_out, grad_logsumexp = tensors
-    batch, heads, n_queries, _ = out.shape
-    launch = preprocess_launch(out, grad_out, grad_logsumexp, sinks=sinks)
-    shape = (batch, heads, -(-n_queries // ROWS))
 
-    def call(tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+    def __init__(self, tensors: BackwardTensors, sinks: Tensor) -> None:
+        _, _, _, out, _, grad_out, grad_logsumexp = tensors
+        batch, heads, n_queries, _ = out.shape
+        self.launch = preprocess_launch(out, grad_out, grad_logsumexp, sinks=sinks)
+        self.sums = (batch, heads, -(-n_queries // ROWS))
+
+    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+        """The gradient of sinks, summed in fp32."""
         sinks = mask_and_bias.sinks
         assert sinks is not None
-        sums = sinks.new_empty(shape, dtype=torch.float32)
-        addresses = backward_addresses(tensors)
-        launch({**addresses, "sinks_ptr": sinks.data_ptr(), "sums_ptr": sums.data_ptr()})
+        sums = sinks.new_empty(self.sums, dtype=torch.float32)
+        addresses = {"sinks_ptr": sinks.data_ptr(), "sums_ptr": sums.data_ptr()}
+        self.launch({**backward_addresses(tensors), **addresses})
         return sums.sum((0, 2)).to(sinks.dtype)
-
-    return call
