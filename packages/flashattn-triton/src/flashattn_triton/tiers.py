@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan
 from flashattn_triton.launch import (
     BackwardTensors,
@@ -101,26 +102,27 @@ def _backward_launcher(
 
         if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
             return HopperBackwardCall(views, problem, packing, sums)
-    if _has_no_kernel(plan, tensors):
+    tiling = _backward_tiling(plan, tensors)
+    if tiling is None:
         return functools.partial(_tiled_backward, problem)
     from flashattn_triton.portable.backward import BackwardCall
 
     views = _views(readable(tensors), problem)
-    assert plan.tiling is not None
-    call = BackwardCall(views, problem, plan.tiling, packing, mask_and_bias, sums)
+    call = BackwardCall(views, problem, tiling, packing, mask_and_bias, sums)
     return _on_copies(call, tensors)
 
 
-def _has_no_kernel(plan: Plan, tensors: BackwardTensors) -> bool:
-    """Whether tiles of PyTorch compute gradients."""
-    return plan.tiling is None or tensors[0].shape[-1] > MAX_HEAD_DIM_BACKWARD
+def _backward_tiling(plan: Plan, tensors: BackwardTensors) -> Tiling | None:
+    """Shapes of the portable kernels; None where tiles of PyTorch compute gradients."""
+    return None if tensors[0].shape[-1] > MAX_HEAD_DIM_BACKWARD else plan.tiling
 
 
 def _bias_launcher(
     tensors: BackwardTensors, problem: Problem, plan: Plan, mask_and_bias: MaskAndBias
 ) -> Callable[..., Tensor]:
     """What computes the gradient of the bias: (tensors, mask_and_bias) to dbias."""
-    if _has_no_kernel(plan, tensors):
+    tiling = _backward_tiling(plan, tensors)
+    if tiling is None:
         from flashattn_triton.tiled import tiled_bias_backward
 
         return lambda tensors, mask_and_bias: tiled_bias_backward(
@@ -129,8 +131,7 @@ def _bias_launcher(
     from flashattn_triton.portable.bias_pass import BiasCall
 
     views = _views(readable(tensors), problem)
-    assert plan.tiling is not None
-    return _on_copies(BiasCall(views, problem, plan.tiling, mask_and_bias), tensors)
+    return _on_copies(BiasCall(views, problem, tiling, mask_and_bias), tensors)
 
 
 def _sinks_launcher(
