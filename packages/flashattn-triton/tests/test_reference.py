@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import (
-    attend_by_definition,
     attention_reference,
+    attention_reference_varlen,
     visibility_mask,
 )
 
@@ -107,8 +107,7 @@ def test_no_keys_at_all():
 def test_packed_sequences_do_not_see_each_other():
     query, key, value = torch.randn(7, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 3)
     starts_q, starts_k = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 5, 6])
-    packed, given = options(layout="thd"), (None,) * 5
-    out, lse = attend_by_definition(packed, query, key, value, (*given, starts_q, starts_k))
+    out, lse = attention_reference_varlen(query, key, value, starts_q, starts_k, options())
     assert out.shape == (7, 2, 3)
     assert lse.shape == (2, 7)
     alone, _ = attention_reference(

@@ -168,11 +168,7 @@ class HopperBackwardCall:
                 "tiles_ptr": table,
             },
             {
-                **stride_numbers(
-                    o=stride_div8(o_stride),
-                    do=stride_div8(do_stride),
-                    dl=dl_stride,
-                ),
+                **stride_numbers(o=stride_div8(o_stride), do=stride_div8(do_stride), dl=dl_stride),
                 **numbers,
                 "D_DIV8": value_dim // 8,
                 "factor": -1.0 / (problem.scale if softcap is None else softcap),

@@ -35,7 +35,6 @@ from flashattn_triton.primitives import (
     tma_load,
 )
 from flashattn_triton.problem import Problem
-from flashattn_triton.triton_versions import Parameter
 
 # How much of each row is multiplied at a time: one line of the cache.
 _BYTES_OF_COLUMNS = 128
@@ -280,11 +279,7 @@ class BiasCall:
     """
 
     def __init__(
-        self,
-        tensors: BackwardTensors,
-        problem: Problem,
-        tiling: Tiling,
-        mask_and_bias: MaskAndBias,
+        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, mask_and_bias: MaskAndBias
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
         bias = mask_and_bias.bias
@@ -322,15 +317,11 @@ class BiasCall:
         )
         rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
         columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
-        parameters: dict[str, Parameter] = {
-            "statistics_ptr": torch.float32,
-            "dB_ptr": bias.dtype,
-        }
         self.launch = inputs.launch(
             bias_pass_kernel,
             tiles,
             options,
-            parameters,
+            {"statistics_ptr": torch.float32, "dB_ptr": bias.dtype},
             {
                 "OWN_HEADS": own_heads,
                 "SHARING_BATCHES": batch // own_batch,

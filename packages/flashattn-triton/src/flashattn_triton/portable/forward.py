@@ -293,10 +293,7 @@ class ForwardCall:
             negative_scale=problem.scale < 0,
             largest_only=problem.largest_only,
         )
-        parameters: dict[str, Parameter] = {
-            "O_ptr": out.dtype,
-            "L_ptr": torch.float32,
-        }
+        parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
         if bias is not None and bias_tma:
             strides = [stride or 0 for stride in mask_and_bias.bias_strides]
             full = (*query.shape[:2], *scores)
