@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.hopper.backward import hopper_backward_call
-from flashattn_triton.hopper.forward import hopper_forward_call
+from flashattn_triton.hopper.backward import HopperBackwardCall
+from flashattn_triton.hopper.forward import HopperForwardCall
 from flashattn_triton.launch import Packing, unit_last_stride
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.backward import backward_call
-from flashattn_triton.portable.bias_pass import bias_call
-from flashattn_triton.portable.forward import forward_call
-from flashattn_triton.portable.sinks_pass import sinks_call
+from flashattn_triton.portable.backward import BackwardCall
+from flashattn_triton.portable.bias_pass import BiasCall
+from flashattn_triton.portable.forward import ForwardCall
+from flashattn_triton.portable.preprocess import SinksCall
 from flashattn_triton.problem import Problem
+from flashattn_triton.tiers import readable
 
 
 def triton_forward(
@@ -30,8 +31,8 @@ def triton_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the portable kernel."""
     query, key, value = map(unit_last_stride, (query, key, value))
-    call = forward_call(query, key, value, problem, tiles, packing, mask_and_bias)
-    return call(query, key, value, packing, mask_and_bias)
+    call = ForwardCall(query, key, value, problem, tiles, packing, mask_and_bias)
+    return call((query, key, value), packing, mask_and_bias)
 
 
 def triton_backward(
@@ -43,24 +44,24 @@ def triton_backward(
 
     ``given``: query, key, value, out, logsumexp, grad_out, grad_logsumexp, problem and tiling.
     """
-    tensors, (lse, dl, problem, tiling) = _readable(given)
-    call = backward_call(*tensors, dl, problem, tiling, packing, mask_and_bias)
-    return call(*tensors[:4], lse, tensors[4], dl, packing, mask_and_bias)
+    *tensors, problem, tiling = given
+    rows = readable(tensors)
+    return BackwardCall(rows, problem, tiling, packing, mask_and_bias)(rows, packing, mask_and_bias)
 
 
 def triton_bias_backward(*given: Any, mask_and_bias: MaskAndBias) -> Tensor:
     """The gradient of the bias; ``given`` as of :func:`triton_backward`."""
-    tensors, (lse, dl, problem, tiling) = _readable(given)
-    call = bias_call(*tensors, dl, problem, tiling, mask_and_bias)
-    return call(*tensors[:4], lse, tensors[4], dl, mask_and_bias)
+    *tensors, problem, tiling = given
+    rows = readable(tensors)
+    return BiasCall(rows, problem, tiling, mask_and_bias)(rows, mask_and_bias)
 
 
 def triton_sinks_backward(
     sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
 ) -> Tensor:
     """The gradient of sinks."""
-    out, grad_out = unit_last_stride(out), unit_last_stride(grad_out)
-    return sinks_call(sinks, out, grad_out, grad_lse)(sinks, out, lse, grad_out, grad_lse)
+    rows = readable((out, out, out, out, lse, grad_out, grad_lse))
+    return SinksCall(rows, sinks)(rows, MaskAndBias(sinks=sinks))
 
 
 def hopper_forward(
@@ -72,8 +73,8 @@ def hopper_forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the Hopper tier."""
-    call = hopper_forward_call(query, key, value, problem, packing, sinks)
-    return call(query, key, value, packing, MaskAndBias(sinks=sinks))
+    call = HopperForwardCall(query, key, value, problem, packing, sinks)
+    return call((query, key, value), packing, MaskAndBias(sinks=sinks))
 
 
 def hopper_backward(
@@ -89,14 +90,6 @@ def hopper_backward(
     into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the Hopper tier."""
-    tensors = (query, key, value, out, grad_out)
-    call = hopper_backward_call(tensors, grad_logsumexp, problem, packing, into)
-    given = (query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing)
-    return call(*given, NO_MASK_OR_BIAS, into)
-
-
-def _readable(given: tuple[Any, ...]) -> tuple[list[Tensor], tuple[Any, ...]]:
-    """Query, key, value, out and grad_out with unit last strides, and what else is ``given``."""
-    query, key, value, out, lse, grad_out, grad_lse, problem, tiling = given
-    rows = [unit_last_stride(x) for x in (query, key, value, out, grad_out)]
-    return rows, (lse, grad_lse, problem, tiling)
+    tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    call = HopperBackwardCall(tensors, problem, packing, into)
+    return call(tensors, packing, NO_MASK_OR_BIAS, into)

@@ -63,7 +63,7 @@ def test_it_compiles_once_and_passes_addresses_on(launched: list[Any]) -> None:
     options = {"grid": (3, 1, 1), "num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
     assert keywords == {"WIDTH": 64} | options | triton_versions.hopper_options()
     compiled = launched[0][0]
-    parameters = {"x_desc": tiles, "y_ptr": "pointer", "z_ptr": None}
+    parameters = {"x_desc": tiles, "y_ptr": torch.float32, "z_ptr": None}
     assert launched == [
         (compiled, (3, 1, 1), parameters, (7, 64), {"y_ptr": 16, "x_desc": address})
         for address in (4096, 8192)
@@ -149,7 +149,7 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
     options = new_problem(head_dim=64, causal=True)
-    launch = forward.hopper_forward_call(q, q, q, options).launch
+    launch = forward.HopperForwardCall(q, q, q, options).launch
     assert launch.numbers["GROUP"] == group
     assert launch.grid == (132, 1, 1)
 

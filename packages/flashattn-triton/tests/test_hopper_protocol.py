@@ -37,8 +37,9 @@ from flashattn_triton.hopper import (
 from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
-from flashattn_triton.launch import Launch, Packing, TileView
+from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import Problem, new_problem
+from flashattn_triton.triton_versions import TileView
 from gluon_grid import Grid
 from gluon_simulator import (
     Descriptor,
@@ -171,7 +172,7 @@ def check_forward(problem: Case, seed: int, in_fp32: bool = False, **changes: An
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
     options = replace(problem.options, out_dtype=torch.float32 if in_fp32 else None)
-    launch = forward.hopper_forward_call(*problem.meta(), options).launch
+    launch = forward.HopperForwardCall(*problem.meta(), options).launch
     run(launch, forward_kernel, [q, k, v, out, rows, None, None], seed, changes)
     close(rows, lse)
     close(out, p @ problem.repeated(v))
@@ -204,9 +205,10 @@ def check_backward(
     dq_sum = np.zeros((*q.shape[:2], n_padded, width))
     dk, dv = (np.full(x.shape, 1.0 if adds else np.nan) for x in (k, v))
     meta_do = torch.empty(do.shape, dtype=torch.bfloat16, device="meta")
-    tensors = [*problem.meta(), meta_do, meta_do]
+    meta_lse = torch.empty(do.shape[:3], device="meta")
+    tensors = (*problem.meta(), meta_do, meta_lse, meta_do, None)
     into = [x.float() for x in problem.meta()] if adds else []
-    launch = backward.hopper_backward_call(tensors, None, problem.options, into=into).main
+    launch = backward.HopperBackwardCall(tensors, problem.options, into=into).main
     turns = counters(dq_sum, queries, problem.options)
     memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
     run(launch, BACKWARD_MODULES[width], memory, seed if schedule is None else schedule, changes)
@@ -501,7 +503,7 @@ def test_packed_forward_on_random_schedules(
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
     options = replace(packed.options, out_dtype=torch.float32 if in_fp32 else None)
-    call = forward.hopper_forward_call(*packed.meta()[:3], options, packed.packing)
+    call = forward.HopperForwardCall(*packed.meta()[:3], options, packed.packing)
     q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
     lse = np.full((packed.problems[0].heads[0], len(q)), np.nan)
     memory = [q, k, v, out, lse, packed.table(call.tiles)[0], None]
@@ -535,9 +537,10 @@ def test_packed_backward_on_random_schedules(
     scale, heads = packed.options.scale, packed.problems[0].heads[0]
     queries = backward_config(head_dims, packed.options).queries
     meta_q, meta_k, meta_v, meta_do = packed.meta()
-    tensors = [meta_q, meta_k, meta_v, meta_do, meta_do]
+    meta_lse = torch.empty(meta_do.shape[:3], device="meta")
+    tensors = (meta_q, meta_k, meta_v, meta_do, meta_lse, meta_do, None)
     into = [x.float() for x in (meta_q, meta_k, meta_v)] if adds else []
-    call = backward.hopper_backward_call(tensors, None, packed.options, packed.packing, into)
+    call = backward.HopperBackwardCall(tensors, packed.options, packed.packing, into)
     n_queries, ends = len(packed.tokens(0)), [starts[-1] for starts in packed.starts]
     tiles = n_queries // queries + len(packed.problems) + 1
     # Whatever no sequence owns is NaN.

@@ -58,9 +58,8 @@ def test_tiled_functions(problem, layout, tiles, dense_case, make_inputs, assert
     sizes = {"query_tile": tiles[0], "key_tile": tiles[1]}
     q, k, v = (x.detach() for x in (inputs.query, inputs.key, inputs.value))
     out, lse = tiled_forward(q, k, v, inputs.options, **sizes)
-    gradients = tiled_backward(
-        q, k, v, out, lse, inputs.grad_out, inputs.grad_lse, inputs.options, **sizes
-    )
+    tensors = (q, k, v, out, lse, inputs.grad_out, inputs.grad_lse)
+    gradients = tiled_backward(tensors, inputs.options, **sizes)
     results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     assert_results_close(inputs, {"out": out, "lse": lse} | results)
 

@@ -19,7 +19,8 @@ def results(inputs, lse_gradient=True, **sizes):
     q, k, v = (x.detach() for x in (inputs.query, inputs.key, inputs.value))
     out, lse = tiled_forward(q, k, v, inputs.options, **sizes)
     dlse = inputs.grad_lse if lse_gradient else None
-    dq, dk, dv = tiled_backward(q, k, v, out, lse, inputs.grad_out, dlse, inputs.options, **sizes)
+    tensors = (q, k, v, out, lse, inputs.grad_out, dlse)
+    dq, dk, dv = tiled_backward(tensors, inputs.options, **sizes)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -129,7 +130,7 @@ def test_the_score_matrix_never_exists(monkeypatch):
     options = Problem(scale=0.2, causal="top-left")
     q, k, v, do = torch.randn(4, 1, 1, 700, 16)
     out, lse = tiled_forward(q, k, v, options, query_tile=64, key_tile=64)
-    tiled_backward(q, k, v, out, lse, do, None, options, query_tile=64, key_tile=64)
+    tiled_backward((q, k, v, out, lse, do, None), options, query_tile=64, key_tile=64)
     assert 0 < largest <= 64 * 64
 
 
@@ -139,7 +140,7 @@ def test_gradient_of_the_logsumexp_of_a_row_without_keys_is_ignored():
     k, v = torch.randn(2, 1, 1, 5, 4)
     out, lse = tiled_forward(q, k, v, options)
     dlse = torch.where(torch.isneginf(lse), float("nan"), 1.0)
-    gradients = tiled_backward(q, k, v, out, lse, do, dlse, options)
+    gradients = tiled_backward((q, k, v, out, lse, do, dlse), options)
     assert all(torch.isfinite(gradient).all() for gradient in gradients)
     assert (gradients[0][:, :, :4] == 0).all()
 
@@ -156,7 +157,8 @@ def test_fp64_gradients_numerically():
 
         @staticmethod
         def backward(ctx, do, dlse):
-            return tiled_backward(*ctx.saved_tensors, do, dlse, options, query_tile=2, key_tile=3)
+            tensors = (*ctx.saved_tensors, do, dlse)
+            return tiled_backward(tensors, options, query_tile=2, key_tile=3)
 
     q = torch.randn(1, 2, 7, 3, dtype=torch.float64, requires_grad=True)
     k = torch.randn(1, 1, 8, 3, dtype=torch.float64, requires_grad=True)

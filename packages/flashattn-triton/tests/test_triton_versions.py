@@ -16,14 +16,16 @@ from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.runtime.driver import driver as active_driver
 
 from flashattn_triton import triton_versions
-from flashattn_triton.launch import TileView, tile_view
+from flashattn_triton.launch import tile_view
+from flashattn_triton.triton_versions import TileView
 
 known = pytest.mark.skipif(
     triton_versions.refusal() is not None, reason=str(triton_versions.refusal())
 )
 
 GRID = (5, 1, 1)
-POINTERS = {"q": "pointer", "k": "pointer"}
+POINTER = torch.bfloat16
+POINTERS = {"q": POINTER, "k": POINTER}
 ENCODING = {
     "swizzle": 3,
     "elem_size": 2,
@@ -132,7 +134,7 @@ REST = (300, 64)
 def test_arguments_are_tritons(driver: Driver, with_descriptor: bool) -> None:
     q, k = torch.empty(2, 3, 100, 64), torch.empty(2, 3, 100, 64)
     view = tile_view(k.shape, k.stride(), [1, 1, 64, 64], k.dtype) if with_descriptor else None
-    start = started(driver, with_descriptor, q="pointer", k=view or "pointer")
+    start = started(driver, with_descriptor, q=POINTER, k=view or POINTER)
     start({"k": k.data_ptr(), "q": q.data_ptr()})
     fast = driver.launched.pop()
     described = view.of(k) if view else k.data_ptr()
@@ -141,7 +143,7 @@ def test_arguments_are_tritons(driver: Driver, with_descriptor: bool) -> None:
 
 @known
 def test_absent_tensors_are_passed_on(driver: Driver) -> None:
-    started(driver, False, q="pointer", k=None)({"q": 16})
+    started(driver, False, q=POINTER, k=None)({"q": 16})
     fast = driver.launched.pop()
     assert fast == by_triton(driver, False, 16, None, *REST)
 
@@ -152,7 +154,7 @@ def test_an_address_is_encoded_once_and_few_are_kept(
 ) -> None:
     monkeypatch.setattr(triton_versions, "_KEPT", 2)
     view = TileView([2, 3, 100, 64], [19200, 6400, 64, 1], [1, 1, 64, 64], torch.float32)
-    start = started(driver, True, q="pointer", k=view)
+    start = started(driver, True, q=POINTER, k=view)
     for address, encodings in ((16, 1), (32, 2), (16, 2), (32, 2), (48, 3), (16, 4)):
         start({"q": 0, "k": address})
         assert driver.encoded == encodings
@@ -161,7 +163,7 @@ def test_an_address_is_encoded_once_and_few_are_kept(
 
 @known
 def test_streams_are_those_of_each_call(driver: Driver) -> None:
-    start = started(driver, False, q="pointer", k="pointer")
+    start = started(driver, False, q=POINTER, k=POINTER)
     for stream in (7, 8):
         driver.stream = stream
         start({"q": 16, "k": 32})
@@ -183,7 +185,7 @@ def hook() -> Iterator[Any]:
 
 @known
 def test_profilers_hooks_are_told(driver: Driver, hook: Any) -> None:
-    start = started(driver, False, q="pointer", k="pointer")
+    start = started(driver, False, q=POINTER, k=POINTER)
     start({"q": 16, "k": 32})
     told = driver.launched.pop()
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
@@ -226,7 +228,7 @@ def test_descriptors_without_a_tma_are_left_to_triton(driver: Driver) -> None:
         compiled = compiled_with(launcher_of(driver, False), False)
         compiled.metadata.tensordesc_meta = encodings
         assert (
-            triton_versions.fast_launcher(compiled, GRID, {"q": "pointer", "k": view}, REST) is None
+            triton_versions.fast_launcher(compiled, GRID, {"q": POINTER, "k": view}, REST) is None
         )
 
 
@@ -245,7 +247,7 @@ def test_untested_versions_are_left_to_triton(driver: Driver) -> None:
     assert triton_versions.refusal() == (
         f"it needs {triton_versions.KNOWN}, and Triton 3.99.1+git1234 is installed"
     )
-    assert started(driver, False, q="pointer", k="pointer") is None
+    assert started(driver, False, q=POINTER, k=POINTER) is None
 
 
 def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import places_of_cache, places_of_documents
 from flashattn_triton.inputs import as_length, as_starts, check_varlen, in_one_batch
-from flashattn_triton.mask_and_bias import resolve_mask_and_bias
-from flashattn_triton.masks import with_mask, without_unseen_keys
+from flashattn_triton.mask_and_bias import resolve_mask_and_bias, with_mask, without_unseen_keys
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,

@@ -90,16 +90,8 @@ class Tiling:
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
         """The tiling that :meth:`pack` wrote as numbers."""
-        forward, key_pass, query_pass, fused = (
-            _tiles(numbers[start : start + 5]) for start in range(0, 20, 5)
-        )
-        return cls(
-            forward=forward,
-            key_pass=key_pass,
-            query_pass=query_pass,
-            fused=fused if fused.warps else None,
-            tma_reduce=bool(numbers[20]),
-        )
+        kernels = [tuple(numbers[start : start + 5]) for start in range(0, 20, 5)]
+        return _tiling(*(x for x in kernels if any(x)), tma_reduce=bool(numbers[20]))
 
 
 def _tiles(numbers: Sequence[int]) -> Tiles:
@@ -107,18 +99,14 @@ def _tiles(numbers: Sequence[int]) -> Tiles:
     return Tiles(queries, keys, warps, stages, use_tma=any(use_tma))
 
 
-def _tiling(
-    forward: tuple[int, ...],
-    key_pass: tuple[int, ...],
-    query_pass: tuple[int, ...],
-    fused: tuple[int, ...] | None = None,
-    tma_reduce: bool = False,
-) -> Tiling:
+def _tiling(*kernels: tuple[int, ...], tma_reduce: bool = False) -> Tiling:
+    """Shapes of the forward kernel, the key pass, the query pass, and the fused form if any."""
+    forward, key_pass, query_pass, *fused = map(_tiles, kernels)
     return Tiling(
-        forward=_tiles(forward),
-        key_pass=_tiles(key_pass),
-        query_pass=_tiles(query_pass),
-        fused=_tiles(fused) if fused else None,
+        forward=forward,
+        key_pass=key_pass,
+        query_pass=query_pass,
+        fused=fused[0] if fused else None,
         tma_reduce=tma_reduce,
     )
 

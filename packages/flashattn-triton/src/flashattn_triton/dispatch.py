@@ -19,8 +19,12 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import in_one_batch
 from flashattn_triton.launch import tma_refusal
-from flashattn_triton.mask_and_bias import NAMES, check_prefix_options, resolve_mask_and_bias
-from flashattn_triton.masks import with_mask
+from flashattn_triton.mask_and_bias import (
+    NAMES,
+    check_prefix_options,
+    resolve_mask_and_bias,
+    with_mask,
+)
 from flashattn_triton.mistakes import (
     check_tensors,
     refuse_unknown,
@@ -151,25 +155,20 @@ def _choose(
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
     _check_kernel_limits(dtype, head_dims)
-    if implementation == "hopper" and device.type != "cuda":
+    if device.type != "cuda":
+        if implementation == "triton" and interpreting():
+            return Plan(tier="triton", tiling=tiling or INTERPRETER, reason="Triton's interpreter")
         raise ValueError(
-            f"implementation 'hopper' must have CUDA tensors, but got {device.type}. Move them to "
-            f"a GPU or use implementation='tiled'."
+            f"implementation {implementation!r} must have CUDA tensors, but got {device.type}. "
+            f"Move them to a GPU, use implementation='tiled' (or FlashAttention2PyTorch instead of "
+            f"FlashAttention2Triton), or 'triton' with TRITON_INTERPRET=1 set before the first "
+            f"import of flashattn_triton, which runs the kernels in Triton's interpreter."
         )
     if implementation == "hopper" and tiling is not None:
         raise ValueError(
             f"tiling must be None with implementation 'hopper', but got {tiling}. It shapes the "
             f"portable kernels: use implementation='triton'."
         )
-    if device.type != "cuda":
-        if not interpreting():
-            raise ValueError(
-                f"implementation 'triton' must have CUDA tensors, but got {device.type}. Move them "
-                f"to a GPU, use implementation='tiled' (or FlashAttention2PyTorch instead of "
-                f"FlashAttention2Triton), or set TRITON_INTERPRET=1 before the first import of "
-                f"flashattn_triton to run the kernels in Triton's interpreter."
-            )
-        return Plan(tier="triton", tiling=tiling or INTERPRETER, reason="Triton's interpreter")
     gpu = describe_gpu(device.index)
     reason = f"{gpu.name}, {gpu.shared_memory // 1024} KB of shared memory per block"
     if tiling is not None:

@@ -110,10 +110,6 @@ def places_of_documents(
 
     ``tensors`` are query, key and value, (..., N, H, D); the other arguments are those of
     ``flash_attention``.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-        TypeError: not a tensor.
     """
     check_tensors(document_ids=document_ids)
     for name, x in zip(("query", "key", "value"), tensors, strict=True):
@@ -140,10 +136,6 @@ def places_of_cache(
     Args:
         key_lengths: (B,) integers; what is below 0 counts as 0, what is above N_k as N_k.
         tensors: query, key and value, (B, N, H, D), B being any number of dimensions.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-        TypeError: not a tensor.
     """
     check_tensors(key_lengths=key_lengths)
     (*leading, n_queries, _, _), n_keys = tensors[0].shape, tensors[1].shape[-3]

@@ -33,11 +33,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flashattn_triton.mask_and_bias import (
     MaskAndBias,
     bias_of_tile,
+    joined_parts,
     mask_and_bias_of,
     parts_of_batch,
 )
@@ -98,20 +98,9 @@ def backward_tangents(
 
 
 def _joined(parts: Sequence[Tensor], like: Tensor, problem: Problem) -> Tensor:
-    """Results (B, H, N, ...) of all parts, in the layout of ``like``, which is one of rows too.
-
-    Packed tokens that no sequence owns have 0.
-    """
-    joined = torch.cat(list(parts), dim=2 if problem.packed else 0)
-    if problem.packed:
-        tokens = like.shape[0] if joined.dim() == 4 else like.shape[1]
-        unowned = tokens - joined.shape[2]
-        joined = F.pad(joined, (*(0, 0) * (joined.dim() - 3), 0, unowned))
-    if joined.dim() == 4:
-        joined = as_given(joined, problem.layout)
-    elif problem.packed:
-        joined = joined.squeeze(0)
-    return joined.to(like.dtype)
+    """Results (B, H, N, ...) of all parts, in layout and dtype of ``like``."""
+    n_rows = heads_first(like, problem.layout).shape[2]
+    return as_given(joined_parts(parts, n_rows), problem.layout).to(like.dtype)
 
 
 def _parts(
@@ -124,7 +113,7 @@ def _parts(
     """
     mask_and_bias = mask_and_bias_of(given)
     q, k, v, tq, tk, tv, *of_queries = (
-        None if x is None else _batch_first(x, problem)
+        None if x is None else heads_first(x, problem.layout)
         for x in (*inputs[:3], *direction[:3], out, lse, *results)
     )
     tbias, tsinks = direction[3:]
@@ -142,13 +131,6 @@ def _parts(
             problem,
             tensors,
         )
-
-
-def _batch_first(x: Tensor, problem: Problem) -> Tensor:
-    """(B, H, N, ...) of a tensor in the layout of ``problem``, or of one number for each row."""
-    if x.dim() == (3 if problem.packed else 4):
-        return heads_first(x, problem.layout)
-    return x[None] if problem.packed else x
 
 
 class _Part:
@@ -201,19 +183,17 @@ class _Part:
         assert x is not None
         return fold(x, self.groups)
 
-    def _key_tiles(self, queries: Range) -> Iterator[Range]:
-        """Tiles of keys, of which some key is visible; the same cuts for all queries."""
-        n_keys = self.k.shape[1]
-        for first, last in self.scores.band.key_tiles(*queries, n_keys or 1):
-            for keys in tiles(n_keys, self.tile):
-                if keys[0] < last and keys[1] > first:
-                    yield keys
-
     def _visible(self) -> Iterator[tuple[Range, slice, Range]]:
-        """Queries, their rows, and keys of each tile that is visited."""
+        """Queries, their rows, and keys of each tile in which some key is visible.
+
+        Keys are cut alike for all queries.
+        """
+        n_keys = self.k.shape[1]
         for queries in tiles(self.scores.n_queries, self.tile):
-            for keys in self._key_tiles(queries):
-                yield queries, self.scores.rows(*queries), keys
+            for first, last in self.scores.band.key_tiles(*queries, n_keys or 1):
+                for keys in tiles(n_keys, self.tile):
+                    if keys[0] < last and keys[1] > first:
+                        yield queries, self.scores.rows(*queries), keys
 
     def _tangent(
         self, queries: Range, keys: Range
@@ -263,7 +243,7 @@ class _Part:
             if self.sink_share is not None and self.sink_tangent is not None:
                 lse = lse + self.sink_share * self.sink_tangent
             out = self._concatenated(outs, self.out, self.scores.ratio) - lse[..., None] * self.out
-            return unfold(out, query, self.groups), unfold(lse, query, self.groups)
+            return unfold(out, query.shape, self.groups), unfold(lse, query.shape, self.groups)
 
     def backward(self) -> tuple[Tensor, ...]:
         """Tangents of dQ, dK, dV (B, H, N, ...), and of the gradients of bias and sinks."""
@@ -295,9 +275,9 @@ class _Part:
                 dk[j] = dk[j] + tds.transpose(1, 2) @ q + ds.transpose(1, 2) @ tq
             dq_rows = self._concatenated(dq, self.q, self.scores.ratio)
             gradients = (
-                unfold(dq_rows * self.problem.scale, query, self.groups),
-                unfold(self._concatenated(dk, self.k), key, self.groups),
-                unfold(self._concatenated(dv, self.v), value, self.groups),
+                unfold(dq_rows * self.problem.scale, query.shape, self.groups),
+                unfold(self._concatenated(dk, self.k), key.shape, self.groups),
+                unfold(self._concatenated(dv, self.v), value.shape, self.groups),
             )
             dsinks = zero
             if self.sink_share is not None:
@@ -305,5 +285,5 @@ class _Part:
                 if self.sink_tangent is not None:
                     tshare = tshare + self.sink_share * self.sink_tangent
                 of_rows = -(tshare * self.delta + self.sink_share * tdelta)
-                dsinks = unfold(of_rows, query, self.groups).sum((0, 2))
+                dsinks = unfold(of_rows, query.shape, self.groups).sum((0, 2))
         return *gradients, dbias, dsinks

@@ -1,5 +1,8 @@
 """The checks that query, key, value and the starts of packed sequences pass before a launch.
 
+Each raises a ``ValueError`` that names the argument, what it must be and what was given, here and
+in the modules that check other tensors. What is no tensor is a ``TypeError``.
+
 Legend as in :mod:`flashattn_triton.problem`.
 """
 
@@ -33,11 +36,7 @@ def check_equal(*facts: tuple[str, str, object, object, str]) -> None:
 
 
 def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Tensors of 4 dimensions: those before the last three are one, the batch.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-    """
+    """Tensors of 4 dimensions: those before the last three are one, the batch."""
     dims = query.dim()
     for name, x in (("query", query), ("key", key), ("value", value)):
         if dims < 3 or x.dim() != dims:
@@ -58,11 +57,7 @@ def in_one_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Checks (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E).
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-    """
+    """Checks (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E)."""
     in_one_batch(query, key, value)
     _check_fit(query, key, value, rows=2)
 
@@ -121,9 +116,6 @@ def check_varlen(
 
     The *values* of ``cu_seqlens`` are checked when they are on the CPU. On a GPU reading them
     would stop the host until the device catches up, so there they are the caller's responsibility.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 3:
@@ -166,11 +158,7 @@ def check_starts(
     query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int | None, max_seqlen_k: int | None,
 ) -> None:  # fmt: skip
-    """Checks the values of ``cu_seqlens`` of CPU tensors, which :func:`check_varlen` has accepted.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-    """
+    """Checks the values of ``cu_seqlens`` of CPU tensors that :func:`check_varlen` has accepted."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:

@@ -8,7 +8,6 @@ and allocates results in the layout of the problem (:func:`in_layout`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, MaskAndBiasSpecialization
+from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem, as_given, heads_first
+from flashattn_triton.triton_versions import Parameter, TileView
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
@@ -27,9 +27,10 @@ _LONGEST_STRIDE = 2**40
 
 
 # The kernels' parameters for tensors that may come with query, key and value.
-_GIVEN = (
-    "cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr",
-)  # fmt: skip
+_STARTS = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
+_MASK_AND_BIAS = ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr")
+# Query, key, value, output, logsumexp, and the gradients of the last two, the last None for zero.
+BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Strides = tuple[int, ...]
 # Shape, strides and dtype of a tensor.
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
@@ -56,25 +57,20 @@ class Packing(NamedTuple):
 
 
 def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
-    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes and mask."""
-    tensors = (
-        None if packing is None else packing.cu_seqlens_q,
-        None if packing is None else packing.cu_seqlens_k,
-        *mask_and_bias.tensors[:4],
-    )
-    return {name: None if x is None else x.dtype for name, x in zip(_GIVEN, tensors, strict=True)}
+    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes, mask, sinks."""
+    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias.tensors)
+    given = zip((*_STARTS, *_MASK_AND_BIAS), tensors, strict=True)
+    return {name: None if x is None else x.dtype for name, x in given}
 
 
 def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, int]:
     """The addresses of :func:`given_parameters` that are not None."""
     addresses = {}
     if packing is not None:
-        addresses["cu_seqlens_q_ptr"] = packing.cu_seqlens_q.data_ptr()
-        addresses["cu_seqlens_k_ptr"] = packing.cu_seqlens_k.data_ptr()
+        addresses = {name: x.data_ptr() for name, x in zip(_STARTS, packing[:2], strict=True)}
     if mask_and_bias is not NO_MASK_OR_BIAS:
-        for name, x in zip(_GIVEN[2:], mask_and_bias.tensors[:4], strict=True):
-            if x is not None:
-                addresses[name] = x.data_ptr()
+        given = zip(_MASK_AND_BIAS, mask_and_bias.tensors, strict=True)
+        addresses |= {name: x.data_ptr() for name, x in given if x is not None}
     return addresses
 
 
@@ -96,11 +92,6 @@ def is_wide(*strides: Strides) -> bool:
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
 
 
-def outer(stride: Strides, packed: bool) -> Strides:
-    """Batch, head and row stride; the sequences of a packed batch start where it says."""
-    return (0 if packed else stride[0], stride[1], stride[2])
-
-
 def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> int:
     """How many programs take the rows of one head of (B, H, N, D) tensors, or of a packed batch.
 
@@ -119,6 +110,12 @@ def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> 
     return like.new_empty(batch, heads, rows, width, dtype=dtype)
 
 
+def planned_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """:func:`empty_output` without memory."""
+    on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return empty_output(on_meta, width, dtype)
+
+
 def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | None = None) -> Tensor:
     """:func:`empty_output` for an input in ``layout``, in the same layout.
 
@@ -135,10 +132,7 @@ def empty_row_statistic(like: Tensor) -> Tensor:
 
 def in_layout(x: Tensor, layout: str) -> Layout:
     """Of (B, H, N, D) or (B, H, N) results as a caller has them whose tensors are in ``layout``."""
-    if x.dim() == 4:
-        x = as_given(x, layout)
-    elif layout == "thd":
-        x = x.squeeze(0)
+    x = as_given(x, layout)
     return tuple(x.shape), x.stride(), x.dtype
 
 
@@ -194,16 +188,14 @@ def option_numbers(problem: Problem) -> dict[str, float]:
     }
 
 
-def register_limit(
-    specialization: MaskAndBiasSpecialization, tiles: Tiles, dtype: torch.dtype, width: int
-) -> int | None:
+def register_limit_of_alibi(tiles: Tiles, dtype: torch.dtype, width: int) -> int | None:
     """How many registers a thread may have, so that as many programs fit as without ALiBi.
 
     For narrow heads, the programs that own queries take 140 to 158 registers without it, and three
     of 4 warps share a multiprocessor of sm_90. With it the compiler takes up to 217.
     """
     narrow = dtype.itemsize == 2 and width <= 64
-    return 168 if specialization.alibi and narrow and tiles.use_tma and tiles.warps == 4 else None
+    return 168 if narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
 def tma_refusal(
@@ -229,33 +221,6 @@ def can_use_tma(x: Tensor) -> bool:
     return tma_refusal("", x.shape, x.stride(), x.data_ptr() % 16, x.element_size()) is None
 
 
-@dataclass(frozen=True)
-class TileView:
-    """How the TMA sees tensors of one shape: all of a descriptor but the address.
-
-    Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
-    not the next head. ``layout``: that of tiles in shared memory, which Gluon's kernels want.
-    """
-
-    shape: Sequence[int]
-    strides: Sequence[int]
-    block: Sequence[int]
-    dtype: torch.dtype
-    layout: Any = None
-
-    def of(self, base: Any) -> Any:
-        """The descriptor of ``base``, which has a dtype, and an address if something is launched.
-
-        A tensor must have this shape and these strides: :func:`can_use_tma`.
-        """
-        shape, strides, block = list(self.shape), list(self.strides), list(self.block)
-        if self.layout is None:
-            return triton_versions.unchecked_descriptor()(base, shape, strides, block)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        return TensorDescriptor(base, shape, strides, block, self.layout)
-
-
 def tile_view(
     shape: Sequence[int], strides: Sequence[int], block: Sequence[int], dtype: torch.dtype
 ) -> TileView:
@@ -274,35 +239,26 @@ def current_device() -> int:
 Number = float | None
 
 
-def in_order(
-    kernel: Any, *groups: Mapping[str, Any], whole: bool = False
-) -> tuple[dict[str, Any], ...]:
+def in_order(kernel: Any, *groups: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
 
-    Each of ``groups`` are the arguments of neighbouring parameters, which end the kernel's; if
-    ``whole``, it has no others.
+    Each of ``groups`` are the arguments of neighbouring parameters.
 
     Raises:
         TypeError: a group's names are not those of the parameters in its place.
     """
-    names = list(kernel.arg_names)
-    first = len(names) - sum(map(len, groups))
-    fits = first == 0 if whole else first >= 0
-    ordered = []
+    names, first, ordered = list(kernel.arg_names), 0, []
     for group in groups:
-        expected = names[max(first, 0) : first + len(group)]
-        if not fits or set(expected) != set(group):
+        expected = names[first : first + len(group)]
+        first += len(group)
+        left_out = group is groups[-1] and first != len(names)
+        if set(expected) != set(group) or left_out:
             raise TypeError(
                 f"arguments of {kernel.__name__} must be {expected} in this place, but got "
                 f"{list(group)}. Name each parameter of {names} once."
             )
         ordered.append({name: group[name] for name in expected})
-        first += len(group)
     return tuple(ordered)
-
-
-# What a kernel takes in place of a tensor: tiles, a pointer to elements of a dtype, or nothing.
-Parameter = TileView | torch.dtype | None
 
 
 class Launch:
@@ -348,7 +304,7 @@ class Launch:
         self.kernel = kernel
         self.device = device.index if device is not None and device.type == "cuda" else None
         self.grid = (programs, 1, 1)
-        ordered = in_order(kernel, parameters, numbers, constants, whole=True)
+        ordered = in_order(kernel, parameters, numbers, constants)
         self.parameters, self.numbers, self.constants = ordered
         self.options = {"num_warps": warps, "num_stages": stages, **options}
         self.options |= triton_versions.COMPILE_OPTIONS
@@ -394,14 +350,10 @@ class Launch:
 
     def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers.values(), *self.constants.values())
-        kinds: dict[str, triton_versions.Parameter] = {
-            name: "pointer" if isinstance(x, torch.dtype) else x
-            for name, x in self.parameters.items()
-        }
         compiled = self.compile(addresses)
         start = None
         if compiled is not None:
-            start = triton_versions.fast_launcher(compiled, self.grid, kinds, rest)
+            start = triton_versions.fast_launcher(compiled, self.grid, self.parameters, rest)
         if start is None and self.by_triton:
             return self._launch_by_triton
         if start is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.problem import Layout, check_layout
+from flashattn_triton.problem import Layout, accumulated, check_layout
 
 
 def merge(
@@ -70,7 +70,7 @@ def merge(
                 f"{tuple(first.shape)} on {first.device}, but got {out.dtype} of shape "
                 f"{tuple(out.shape)} on {out.device}. All parts have the same queries."
             )
-        rows = out.shape[:-1] if layout == "bhsd" else _heads_first(out.shape[:-1])
+        rows = (out if layout == "bhsd" else out.transpose(-3, -2)).shape[:-1]
         if lse.shape != rows or lse.device != out.device or not lse.is_floating_point():
             raise ValueError(
                 f"logsumexps[{i}] must be a floating tensor of shape {tuple(rows)} on "
@@ -78,7 +78,7 @@ def merge(
                 f"Pass what flash_attention returns with return_lse=True, and the layout of "
                 f"outputs."
             )
-    lses = torch.stack([_accumulated(lse) for lse in logsumexps])
+    lses = torch.stack([accumulated(lse) for lse in logsumexps])
     # Rows without any key: their maximum is taken as 0, because -inf - -inf is NaN.
     highest = lses.detach().amax(0)
     highest = highest.masked_fill(highest == float("-inf"), 0.0)
@@ -86,7 +86,7 @@ def merge(
     total = weights.sum(0)
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
-    merged = torch.zeros_like(outputs[0], dtype=_accumulated(outputs[0]).dtype)
+    merged = torch.zeros_like(outputs[0], dtype=accumulated(outputs[0]).dtype)
     for out, weight in zip(outputs, weights, strict=True):
         merged = merged + out * _like_output(weight / total, layout)
     lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
@@ -102,10 +102,10 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> tuple[
         sinks: (H,), or with any leading dimensions that broadcast with those of ``lse``.
         layout: of ``out``.
     """
-    logits = _accumulated(sinks)[..., None]
-    weight = torch.sigmoid(_accumulated(lse) - logits)
+    logits = accumulated(sinks)[..., None]
+    weight = torch.sigmoid(accumulated(lse) - logits)
     with_sinks = (out * _like_output(weight, layout)).to(out.dtype)
-    return with_sinks, torch.logaddexp(_accumulated(lse), logits)
+    return with_sinks, torch.logaddexp(accumulated(lse), logits)
 
 
 def sinks_gradient(
@@ -118,24 +118,14 @@ def sinks_gradient(
         out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
         lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
     """
-    delta = (_accumulated(out) * _accumulated(grad_out)).sum(-1)
+    delta = (accumulated(out) * accumulated(grad_out)).sum(-1)
     if grad_lse is not None:
         delta = delta - grad_lse
     empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
-    share = torch.exp(_accumulated(sinks)[..., None, :, None] - lse).masked_fill(empty, 0.0)
+    share = torch.exp(accumulated(sinks)[..., None, :, None] - lse).masked_fill(empty, 0.0)
     return -(share * delta.masked_fill(empty, 0.0)).sum((-3, -1)).to(sinks.dtype)
-
-
-def _heads_first(shape: torch.Size) -> torch.Size:
-    """(..., N, H) to (..., H, N)."""
-    return torch.Size((*shape[:-2], shape[-1], shape[-2]))
 
 
 def _like_output(x: Tensor, layout: Layout) -> Tensor:
     """(..., H, N) as a factor of an output in ``layout``."""
     return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)
-
-
-def _accumulated(x: Tensor) -> Tensor:
-    """``x`` in fp32, or in fp64 if it is."""
-    return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""Tensors that change the softmax: prefixes, ALiBi slopes, an additive bias and attention sinks.
+"""Tensors that change the softmax: masks, prefixes, ALiBi slopes, a bias and attention sinks.
 
 For query i and key j of one head, where ``offset`` is
 :func:`~flashattn_triton.problem.diagonal_offset`,
@@ -11,7 +11,12 @@ bias. In a prefix language model (Raffel et al. 2019, arXiv:1910.10683) every qu
 its sequence's prefix, and beyond it the mask is causal. An attention sink is one more score of each
 row, without a key or a value: it takes its share of the softmax and adds nothing to the output.
 
-Legend: B batch, or sequences of a packed batch, H query heads, N_q queries, N_k keys.
+A boolean mask that heads and queries share has one byte for each key, beside whatever bias there
+is. Every other mask is a bias of 0 and -inf, or joins the bias in one tensor of the shape to which
+both broadcast.
+
+Legend: B batch, or sequences of a packed batch, H query heads, G key/value heads, N_q queries, N_k
+keys.
 """
 
 from __future__ import annotations
@@ -22,34 +27,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.inputs import check_equal
 from flashattn_triton.mistakes import check_tensors
-from flashattn_triton.problem import DTYPES, Problem, broadcasts
+from flashattn_triton.problem import DTYPES, Problem, broadcasts, seen_keys
 
+Given = tuple[Tensor | None, ...]
 # Keywords of the public functions, in the order in which operators take the tensors.
 NAMES = ("alibi_slopes", "bias", "prefix_lengths", "mask", "sinks")
 
 # A bias at or below this number counts as -inf. The logsumexp is one fp32 number: that of a row in
 # which every key has -1e9 would lose log(N), and the row's P would sum to N instead of 1.
 HIDDEN_BIAS = -8192.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskAndBiasSpecialization:
-    """What kernels are specialised on: which tensors a call has, and the strides of its bias."""
-
-    alibi: bool
-    prefix: bool
-    bias_strides: tuple[int, int, int, int] | tuple[None, None, None, None]
-    mask: bool = False
-
-    @property
-    def numbers(self) -> dict[str, int | None]:
-        """The kernels' arguments for the strides of the bias."""
-        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
-        return dict(zip(names, self.bias_strides, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,33 +69,18 @@ class MaskAndBias:
         return tuple([n for n, x in zip(NAMES, self.tensors, strict=True) if x is not None])
 
     @property
-    def specialization(self) -> MaskAndBiasSpecialization:
-        """What kernels are specialised on by these tensors."""
-        strides: tuple[int, int, int, int] | tuple[None, None, None, None] = (None,) * 4
-        if self.bias is not None:
-            batch, head, query, key = (
-                0 if n == 1 else stride
-                for n, stride in zip(self.bias.shape, self.bias.stride(), strict=True)
-            )
-            strides = (batch, head, query, key)
-        return MaskAndBiasSpecialization(
-            alibi=self.alibi_slopes is not None,
-            prefix=self.prefix_lengths is not None,
-            bias_strides=strides,
-            mask=self.mask is not None,
-        )
+    def bias_strides(self) -> tuple[int | None, ...]:
+        """Strides of the bias, 0 in dimensions that share it; four times None without a bias."""
+        if self.bias is None:
+            return (None,) * 4
+        sizes = zip(self.bias.shape, self.bias.stride(), strict=True)
+        return tuple(0 if n == 1 else stride for n, stride in sizes)
 
     def sequence(self, index: int) -> MaskAndBias:
         """The tensors of one sequence, a batch of one."""
-        one = slice(index, index + 1)
-        bias = self.bias
-        return MaskAndBias(
-            alibi_slopes=None if self.alibi_slopes is None else self.alibi_slopes[one],
-            bias=bias if bias is None or bias.shape[0] == 1 else bias[one],
-            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[one],
-            mask=None if self.mask is None else self.mask[one],
-            sinks=self.sinks,
-        )
+        *of_batch, sinks = self.tensors
+        own = [x if x is None or len(x) == 1 else x[index : index + 1] for x in of_batch]
+        return mask_and_bias_of((*own, sinks))
 
     def added(
         self, queries: tuple[int, int], keys: tuple[int, int], offset: int, dtype: torch.dtype
@@ -160,6 +136,18 @@ def parts_of_batch(
             yield rows, columns, mask_and_bias.sequence(i)
 
 
+def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> Tensor:
+    """Results (B, H, N, ...) of all :func:`parts_of_batch`, of ``n_rows``.
+
+    Packed tokens behind the last sequence have the value ``unowned``.
+    """
+    if len(parts) == 1 and parts[0].shape[2] == n_rows:
+        return parts[0]
+    joined = torch.cat(list(parts), dim=2)
+    missing = n_rows - joined.shape[2]
+    return F.pad(joined, (*(0, 0) * (joined.dim() - 3), 0, missing), value=unowned)
+
+
 def resolve_mask_and_bias(
     given: Sequence[Tensor | None],
     leading: Sequence[int],
@@ -174,16 +162,12 @@ def resolve_mask_and_bias(
             is fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k); prefix lengths are
             integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
             N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
-            uint8, as :func:`~flashattn_triton.masks.with_mask` returns it; sinks are (H,),
+            uint8, as :func:`with_mask` returns it; sinks are (H,),
             floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
         lengths: N_q and N_k.
         device: of query.
-
-    Raises:
-        ValueError: naming the argument, what it must be and what was given.
-        TypeError: not a tensor.
     """
     alibi_slopes, bias, prefix_lengths, mask, sinks = given
     if sinks is not None:
@@ -234,17 +218,11 @@ def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
     return MaskAndBias(**dict(zip(NAMES, tensors, strict=True)))
 
 
-def normalised(
-    problem: Problem, query: Tensor, key: Tensor, given: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Given:
     """The tensors :data:`NAMES` of a call, checked and in one shape; the others as they are.
 
     ``query`` and ``key`` have been checked, and have the layout of ``problem``; ``given`` are
     tensors :data:`NAMES`, then ``cu_seqlens`` of queries and keys.
-
-    Raises:
-        ValueError: as :func:`resolve_mask_and_bias` and :func:`check_prefix_options`.
-        TypeError: not a tensor.
     """
     alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
     if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
@@ -299,3 +277,81 @@ def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
             "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach it, "
             "or pass what is learned as bias, which has one."
         )
+
+
+# ---- boolean masks -------------------------------------------------------------------------------
+
+
+def with_mask(
+    mask: Tensor, bias: Tensor | None, query: Tensor, key: Tensor, value: Tensor, layout: str
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """Mask of keys (..., N_k) uint8, bias, key and value of a call that has a mask.
+
+    Keys and values that the mask hides from all queries are replaced by zeros, because the product
+    of a probability 0 with NaN or infinity, as uninitialised memory may hold, is NaN.
+
+    ``mask`` is bool, broadcastable to (..., H, N_q, N_k), True where the key is visible. Query, key
+    and value, of at least 3 dimensions, are in ``layout``, "bhsd" or "bshd".
+    """
+    check_tensors(mask=mask)
+    rows, heads = (-2, -3) if layout == "bhsd" else (-3, -2)
+    sizes = (*query.shape[:-3], query.shape[heads], query.shape[rows], key.shape[rows])
+    fits = broadcasts(mask.shape, sizes)
+    if mask.dtype != torch.bool or not fits or mask.device != query.device:
+        raise ValueError(
+            f"mask must be a bool tensor on {query.device} that broadcasts to {sizes} (batch, "
+            f"heads, queries, keys), True where a key is visible, but got {mask.dtype} of shape "
+            f"{tuple(mask.shape)} on {mask.device}. Pass mask[:, None, None, :] for one of (batch, "
+            f"keys), and numbers as bias."
+        )
+    seen = mask[(None,) * (3 - mask.dim())].any(-2)  # (..., H or 1, N_k)
+    groups = key.shape[heads]
+    if seen.shape[-2] > 1 and sizes[-3] % groups == 0:
+        seen = seen.unflatten(-2, (groups, -1)).any(-2)
+    key, value = _with_zeros(seen, key, value, layout)
+    mask = mask[(None,) * (len(sizes) - mask.dim())]
+    if mask.shape[-3:-1] == (1, 1):
+        mask = mask[..., 0, 0, :].expand(*sizes[:-3], sizes[-1])
+        return mask.to(torch.uint8).contiguous(), bias, key, value
+    hidden = torch.full((), float("-inf"), dtype=query.dtype, device=query.device)
+    bias = torch.where(mask, torch.zeros_like(hidden) if bias is None else bias, hidden)
+    return None, bias, key, value
+
+
+def without_unseen_keys(
+    problem: Problem, n_queries: int, key: Tensor, value: Tensor, given: Given
+) -> tuple[Tensor, Tensor, Given]:
+    """A dense call's key, value and other tensors without keys that its band hides from all.
+
+    The product of a probability 0 with what such keys hold could be NaN, and they cost time. Those
+    behind a prefix, whose length is on the device, become zeros instead.
+    """
+    unchanged = key, value, given
+    slopes, bias, prefix_lengths, mask, sinks, *starts = given
+    rows = 1 if problem.layout == "bshd" else 2
+    n_keys = key.shape[rows]
+    columns = 1 if bias is None or bias.dim() == 0 else bias.shape[-1]
+    if value.dim() != 4 or value.shape[rows] != n_keys or columns not in (1, n_keys):
+        return unchanged  # for the checks that name what does not fit
+    first, last = seen_keys(n_queries, n_keys, problem)
+    if not torch.compiler.is_compiling() and first == 0 and last == n_keys:
+        return unchanged
+    if prefix_lengths is not None:
+        if prefix_lengths.shape != key.shape[:1] or problem.bottom_right:
+            return unchanged
+        seen = torch.arange(n_keys, device=key.device) < prefix_lengths.clamp(min=last)[:, None]
+        return *_with_zeros(seen[:, None], key, value, problem.layout), given
+    key, value = (x.narrow(rows, first, last - first) for x in (key, value))
+    if bias is None and mask is None:
+        return key, value, given
+    if bias is not None and columns > 1:
+        bias = bias[..., first:last]
+    if mask is not None:
+        mask = mask[:, first:last].contiguous()
+    return key, value, (slopes, bias, prefix_lengths, mask, sinks, *starts)
+
+
+def _with_zeros(seen: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Key and value with zeros where ``seen``, (..., H or 1, N_k), is False."""
+    rows = seen[..., None] if layout == "bhsd" else seen.transpose(-1, -2)[..., None]
+    return torch.where(rows, key, 0.0), torch.where(rows, value, 0.0)  # in one pass each

@@ -31,9 +31,16 @@ from torch.utils.flop_counter import register_flop_formula
 from flashattn_triton.dispatch import choose
 from flashattn_triton.higher_derivatives import backward_tangents, forward_tangents
 from flashattn_triton.inputs import check_inputs, check_starts
-from flashattn_triton.launch import Packing, dot_precision, empty_result, empty_row_statistic
+from flashattn_triton.launch import (
+    BackwardTensors,
+    Packing,
+    dot_precision,
+    empty_result,
+    empty_row_statistic,
+)
 from flashattn_triton.mask_and_bias import (
     NO_MASK_OR_BIAS,
+    Given,
     MaskAndBias,
     mask_and_bias_of,
     normalised,
@@ -46,14 +53,13 @@ from flashattn_triton.operator_rules import (
     SINKS,
     STARTS,
     TENSORS,
-    Given,
     backward_flops,
     forward_flops,
     tangents_flops,
     vmap_backward,
     vmap_forward,
 )
-from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.sharding import register_for
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
@@ -136,9 +142,8 @@ class CachedCall:
         packing, mask_and_bias = self.launched_with(used)
         q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
         self.plan = choose(q, k, v, problem, tensors=mask_and_bias.names)
-        self.launch = forward_launcher(
-            query, key, value, problem, self.plan, packing, mask_and_bias
-        )
+        tensors = (query, key, value)
+        self.launch = forward_launcher(tensors, problem, self.plan, packing, mask_and_bias)
 
     def launched_with(self, given: Given) -> tuple[Packing | None, MaskAndBias]:
         """Tensors in one shape as launchers take them."""
@@ -153,13 +158,12 @@ class CachedCall:
     ) -> tuple[Tensor, Tensor]:
         """Output in the layout of the inputs, and logsumexp (B, H, N_q), or (H, T_q)."""
         if given is NOTHING:
-            return self.launch(query, key, value)
-        return self.launch(query, key, value, *self.launched_with(given))
+            return self.launch((query, key, value))
+        return self.launch((query, key, value), *self.launched_with(given))
 
     def backward(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-        grad_lse: Tensor | None, given: Given, needs: Needs, into: Sequence[Tensor] = (),
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        self, tensors: BackwardTensors, given: Given, needs: Needs, into: Sequence[Tensor] = ()
+    ) -> tuple[Tensor | None, ...]:
         """dQ, dK and dV, also those of bias and sinks if one ``needs`` them.
 
         ``into``: fp32 tensors, to which the first three are added, or nothing.
@@ -167,6 +171,7 @@ class CachedCall:
         Raises:
             RuntimeError: a tensor has no memory.
         """
+        query, key, value, out, lse, grad_out, grad_lse = tensors
         lse = lse.contiguous()  # what was saved may come back with other strides
         if grad_out.dtype != query.dtype and self.plan.tiling is not None:
             grad_out = grad_out.to(query.dtype)  # what kernels multiply
@@ -186,16 +191,22 @@ class CachedCall:
             )
             _store(key_, launch)
         if into:
-            return launch(*tensors, *self.launched_with(given), into)
+            return launch(tensors, *self.launched_with(given), into)
         if given is NOTHING:
-            return launch(*tensors)
-        return launch(*tensors, *self.launched_with(given))
+            return launch(tensors)
+        return launch(tensors, *self.launched_with(given))
 
 
 def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
     call = CachedCall(*arguments)
     _store(cache_key, call)
     return call
+
+
+def _call_for(*arguments: Any) -> CachedCall:
+    """The call for the arguments of :func:`key_of`."""
+    cache_key = key_of(*arguments)
+    return _cache.get(cache_key) or _new_call(cache_key, *arguments)
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -244,7 +255,7 @@ def _backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Te
     out, lse, grad_out, grad_lse, *arguments, needs = rest
     call, given = _call_of(query, key, value, arguments)
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    gradients = call.backward(*tensors, given, tuple(needs))
+    gradients = call.backward(tensors, given, tuple(needs))
     gradients = (*gradients, *[None] * (5 - len(gradients)))
     return tuple([query.new_empty(0) if x is None else x for x in gradients])
 
@@ -256,9 +267,7 @@ def _call_of(
     given, problem = tuple(rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
     if all(x is None for x in given):
         given = NOTHING
-    arguments = (problem, query, key, value, given)
-    cache_key = key_of(*arguments)
-    return _cache.get(cache_key) or _new_call(cache_key, *arguments), given
+    return _call_for(problem, query, key, value, given), given
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -269,7 +278,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     else:
         dtype = torch.float32 if rest[FP32_OUT] else None
         out = empty_result(query, value.shape[-1], layout, dtype)
-    return out, lse.squeeze(0) if layout == "thd" else lse
+    return out, as_given(lse, layout)
 
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -335,16 +344,14 @@ class Attend(_SingleLevelFunction):
         gradients = None
         # With a graph of its own, the backward pass must say that it has no derivative.
         if isinstance(call, CachedCall) and not (torch.is_grad_enabled() or _is_watched()):
-            gradients = _unless_batched(call.backward, *tensors, given, needs)
+            gradients = _unless_batched(call, tensors, given, needs)
         if gradients is None:
             numbers = call.problem.pack() if isinstance(call, CachedCall) else call
             gradients = _wanted(BACKWARD(*tensors, *given, *numbers, list(needs)), needs)
         if not rest:
             return None, *gradients[:3]
-        of_given: list[Tensor | None] = [None] * len(rest)
-        if needs != _ONLY_INPUTS:
-            of_given[BIAS], of_given[SINKS] = gradients[3:]
-        return None, *gradients[:3], *of_given
+        dbias, dsinks = (None, None) if needs == _ONLY_INPUTS else gradients[3:]
+        return None, *gradients[:3], *_in_given(dbias, dsinks)
 
 
 class _AttendOutput(Attend):
@@ -381,11 +388,9 @@ class _AttendBackward(_SingleLevelFunction):
             inputs, direction, out, lse, tangents, grad_out, grad_lse, given,
             Problem.unpack(numbers),
         )  # fmt: skip
-        of_given: list[Tensor | None] = [None] * len(given)
-        of_given[BIAS], of_given[SINKS] = gradients[3:]
         rest = (None,) * len(ctx.numbers)
         tangents = (tangents[0], None if grad_lse is None else tangents[1])
-        return *gradients[:3], None, None, *tangents, *of_given, *rest
+        return *gradients[:3], None, None, *tangents, *_in_given(*gradients[3:]), *rest
 
 
 class _AttendTangents(_SingleLevelFunction):
@@ -506,6 +511,11 @@ def _differentiated(tensors: Sequence[Tensor | None], start: int) -> list[Tensor
     return [*tensors[:3], tensors[start + BIAS], tensors[start + SINKS]]
 
 
+def _in_given(dbias: Tensor | None, dsinks: Tensor | None) -> Given:
+    """Gradients of the tensors named :data:`GIVEN`."""
+    return tuple(dbias if i == BIAS else dsinks if i == SINKS else None for i in range(len(GIVEN)))
+
+
 def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
     """Runs an operator without its autograd kernel of this level.
 
@@ -517,12 +527,12 @@ def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
         return operator(*arguments)
 
 
-def _unless_batched(backward: Callable[..., Any], *arguments: Any) -> Any:
+def _unless_batched(call: CachedCall, tensors: BackwardTensors, *others: Any) -> Any:
     """None for tensors of ``torch.autograd.grad(is_grads_batched=True)``: they have no memory."""
     try:
-        return backward(*arguments)
+        return call.backward(tensors, *others)
     except RuntimeError:
-        if all(x is None or _has_memory(x) for x in arguments[:7]):
+        if all(x is None or _has_memory(x) for x in tensors):
             raise
         return None
 
@@ -661,15 +671,13 @@ def attend(
 
 
 def add_gradients(
-    problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
+    problem: Problem, tensors: BackwardTensors, given: Given, into: Sequence[Tensor]
 ) -> None:
     """Adds dQ, dK and dV to three fp32 tensors with contiguous rows, outside of autograd.
 
-    ``tensors``: query, key, value, output, logsumexp, and the gradients of the last two, of which
-    that of the logsumexp may be None. ``given``: what came with them, named :data:`GIVEN`.
+    ``given``: what came with the tensors, named :data:`GIVEN`.
     """
-    query, key, value, out, lse, grad_out, grad_lse = tensors
-    cache_key = key_of(problem, query, key, value, given)
-    call = _cache.get(cache_key) or _new_call(cache_key, problem, query, key, value, given)
+    query, key, value, *_ = tensors
+    call = _call_for(problem, query, key, value, given)
     given = normalised(problem, query, key, given)
-    call.backward(query, key, value, out, lse, grad_out, grad_lse, given, _ONLY_INPUTS, into)
+    call.backward(tensors, given, _ONLY_INPUTS, into)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.logsumexp import add_sinks, sinks_gradient
-from flashattn_triton.mask_and_bias import NAMES
+from flashattn_triton.mask_and_bias import NAMES, Given
 
 # Tensors that may come with query, key and value, in the order of the operators' arguments.
 GIVEN = (*NAMES, "cu_seqlens_q", "cu_seqlens_k")
 BIAS, SINKS, STARTS = 1, 4, 5
-Given = tuple[Tensor | None, ...]
 NOTHING: Given = (None,) * len(GIVEN)
 TENSORS = 3 + len(GIVEN)  # of the operator ``forward``
 RESULTS = 4  # that ``backward`` takes behind query, key and value

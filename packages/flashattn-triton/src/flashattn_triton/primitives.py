@@ -13,7 +13,7 @@ products are wgmma instructions on tiles in shared memory; functions of ``tl`` e
 each tier has its own ``scores_tile``, the Hopper tier in :mod:`flashattn_triton.hopper.scores`.
 What both could share, tanh, differs on purpose: there the special function unit computes it alone.
 
-Kernels take one parameter for their compile-time options (``portable.options``). Functions also
+Kernels take one parameter for their compile-time options (``portable.launch``). Functions also
 take what belongs together as tuples:
 
     mask     (offset, queries, keys, window left, window right, prefix) of a sequence

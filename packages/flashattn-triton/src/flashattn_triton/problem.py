@@ -169,18 +169,23 @@ class Problem:
 def heads_first(x: Tensor, layout: str) -> Tensor:
     """(B, H, N, D), as kernels see a tensor in ``layout``: a view, or the tensor itself.
 
-    A packed batch is (1, H, T, D).
+    A packed batch is (1, H, T, D). Statistics of rows are (B, H, N), or (H, T) to (1, H, T).
     """
-    if layout == "bhsd":
-        return x
-    return x.transpose(1, 2) if layout == "bshd" else x.transpose(0, 1).unsqueeze(0)
+    if layout == "thd":
+        return (x.transpose(0, 1) if x.dim() == 3 else x).unsqueeze(0)
+    return x.transpose(1, 2) if layout == "bshd" and x.dim() == 4 else x
 
 
 def as_given(x: Tensor, layout: str) -> Tensor:
     """The inverse of :func:`heads_first`."""
-    if layout == "bhsd":
-        return x
-    return x.transpose(1, 2) if layout == "bshd" else x.squeeze(0).transpose(0, 1)
+    if layout == "thd":
+        return x.squeeze(0).transpose(0, 1) if x.dim() == 4 else x.squeeze(0)
+    return x.transpose(1, 2) if layout == "bshd" and x.dim() == 4 else x
+
+
+def accumulated(x: Tensor) -> Tensor:
+    """``x`` in the dtype of scores, sums and the logsumexp: fp32, or fp64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:

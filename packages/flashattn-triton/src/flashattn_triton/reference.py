@@ -17,6 +17,7 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import Tensor
 from flashattn_triton.mask_and_bias import (
     NO_MASK_OR_BIAS,
     MaskAndBias,
+    joined_parts,
     mask_and_bias_of,
     parts_of_batch,
 )
@@ -148,18 +150,8 @@ def attention_reference_varlen(
         Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``: 0 and -inf for tokens behind
         the last sequence.
     """
-    outputs, logsumexps = [], []
-    q, k, v = (heads_first(x, "thd") for x in (query, key, value))
-    for rows, columns, tensors in parts_of_batch(cu_seqlens_q, cu_seqlens_k, mask_and_bias):
-        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
-        out, logsumexp = attention_reference(*part, problem, tensors, dtype=dtype)
-        outputs.append(out[0].transpose(0, 1))
-        logsumexps.append(logsumexp[0])
-    unowned = query.shape[0] - sum(len(out) for out in outputs)
-    return (
-        F.pad(torch.cat(outputs), (0, 0, 0, 0, 0, unowned)),
-        F.pad(torch.cat(logsumexps, dim=-1), (0, unowned), value=float("-inf")),
-    )
+    given = (*mask_and_bias.tensors, cu_seqlens_q, cu_seqlens_k)
+    return _of_all_parts(replace(problem, layout="thd"), (query, key, value), given, dtype)
 
 
 def attend_by_definition(
@@ -170,15 +162,24 @@ def attend_by_definition(
     They are computed in fp32, or in float64 for such tensors. ``given`` are those of
     :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape, as the others.
     """
-    *_, starts_q, starts_k = given
     dtype = torch.promote_types(query.dtype, torch.float32)
-    how = (problem, mask_and_bias_of(given))
     with torch.autocast(query.device.type, enabled=False):
-        if starts_q is not None and starts_k is not None:
-            starts = (starts_q, starts_k)
-            out, lse = attention_reference_varlen(query, key, value, *starts, *how, dtype=dtype)
-        else:
-            q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-            out, lse = attention_reference(q, k, v, *how, dtype=dtype)
-            out = as_given(out, problem.layout)
+        out, lse = _of_all_parts(problem, (query, key, value), given, dtype)
     return out.to(problem.out_dtype or query.dtype), lse
+
+
+def _of_all_parts(
+    problem: Problem, tensors: Sequence[Tensor], given: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_reference` of the batch, or each packed sequence, in the given layout."""
+    *_, starts_q, starts_k = given
+    q, k, v = (heads_first(x, problem.layout) for x in tensors)
+    parts = [
+        attention_reference(
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, own, dtype=dtype
+        )
+        for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given))
+    ]
+    outs, lses = zip(*parts, strict=True)
+    out, lse = joined_parts(outs, q.shape[2]), joined_parts(lses, q.shape[2], float("-inf"))
+    return as_given(out, problem.layout), as_given(lse, problem.layout)

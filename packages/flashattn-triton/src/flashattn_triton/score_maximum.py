@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.inputs import given_starts
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import attend
-from flashattn_triton.operator_rules import NOTHING, Given
+from flashattn_triton.operator_rules import NOTHING
 from flashattn_triton.problem import Layout, OptionKeywords, new_problem
 
 

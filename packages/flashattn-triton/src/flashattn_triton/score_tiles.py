@@ -8,14 +8,14 @@ head of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.problem import Problem, diagonal_offset
+from flashattn_triton.problem import Problem, accumulated, diagonal_offset
 
 
 @dataclass(frozen=True)
@@ -86,20 +86,15 @@ class Band:
         return (j < i + self.low) | beyond
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that scores, sums and the logsumexp have for inputs of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def fold(x: Tensor, groups: int) -> Tensor:
     """(B, H, N, ...) to (B·G, N·R, ...) in the accumulation dtype."""
-    x = x.to(accumulation_dtype(x.dtype)).unflatten(1, (groups, -1)).transpose(2, 3)
+    x = accumulated(x).unflatten(1, (groups, -1)).transpose(2, 3)
     return x.flatten(2, 3).flatten(0, 1)
 
 
-def unfold(x: Tensor, like: Tensor, groups: int) -> Tensor:
-    """(B·G, N·R, ...) to a contiguous (B, H, N, ...), where ``like`` is (B, H, N, ...)."""
-    batch, heads, length = like.shape[:3]
+def unfold(x: Tensor, shape: Sequence[int], groups: int) -> Tensor:
+    """(B·G, N·R, ...) to a contiguous (B, H, N, ...), where ``shape`` begins with (B, H, N)."""
+    batch, heads, length, *_ = shape
     x = x.unflatten(1, (length, heads // groups)).unflatten(0, (batch, groups))
     return x.transpose(2, 3).flatten(1, 2).contiguous()
 
@@ -166,6 +161,4 @@ class ScoreTiles:
 
     def unfold_tile(self, tile: Tensor, queries: tuple[int, int]) -> Tensor:
         """(B·G, q·R, k) to (B, H, q, k)."""
-        tile = tile.unflatten(1, (queries[1] - queries[0], self.ratio))
-        tile = tile.unflatten(0, (self.batch, self.groups))
-        return tile.transpose(2, 3).flatten(1, 2)
+        return unfold(tile, (self.batch, self.heads, queries[1] - queries[0]), self.groups)

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flashattn_triton.launch import BackwardTensors
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, bias_of_tile
 from flashattn_triton.problem import Problem
-from flashattn_triton.score_tiles import ScoreTiles, accumulation_dtype, fold, unfold
+from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
 # that a causal mask still skips nearly half of the tiles of a few hundred tokens.
@@ -78,34 +79,32 @@ def tiled_forward(
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
             lse[:, rows] = row_max + (0.0 if problem.largest_only else torch.log(row_sum))
         groups = score_tiles.groups
-        out = unfold(out, query, groups).to(problem.out_dtype or query.dtype)
-        return out, unfold(lse, query, groups)
+        out = unfold(out, query.shape, groups).to(problem.out_dtype or query.dtype)
+        return out, unfold(lse, query.shape, groups)
 
 
 @torch.no_grad()
 def tiled_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-    grad_lse: Tensor | None, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
+    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
     query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Algorithm 2: gradients of query, key and value, with P recomputed from the logsumexp.
 
     The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
 
-    Takes the arguments of :func:`tiled_forward`, its results ``out`` and ``lse``, and their
-    gradients, of which that of the logsumexp may be None for zero.
+    ``tensors``: those of :func:`tiled_forward`, its results, and their gradients.
 
     Returns:
         dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
     """
+    query, key, value, _, _, grad_out, _ = tensors
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
     with torch.autocast(query.device.type, enabled=False):
         v, do = fold(value, groups), fold(grad_out, groups)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for queries, keys, p, ds, slope in _gradients_of_scores(
-            score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
-        ):
+        sizes = (query_tile, key_tile)
+        for queries, keys, p, ds, slope in _gradients_of_scores(score_tiles, tensors, sizes):
             rows, columns = score_tiles.rows(*queries), slice(*keys)
             dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
             if slope is not None:
@@ -114,14 +113,13 @@ def tiled_backward(
             dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
         dq *= problem.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
         pairs = zip((dq, dk, dv), (query, key, value), strict=True)
-        dq, dk, dv = (unfold(grad, x, groups).to(x.dtype) for grad, x in pairs)
+        dq, dk, dv = (unfold(grad, x.shape, groups).to(x.dtype) for grad, x in pairs)
         return dq, dk, dv
 
 
 @torch.no_grad()
 def tiled_bias_backward(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-    grad_lse: Tensor | None, problem: Problem, mask_and_bias: MaskAndBias, /, *,
+    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias, /, *,
     query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
 ) -> Tensor:  # fmt: skip
     """Gradient of ``mask_and_bias.bias``: dS, summed over the dimensions that share a bias.
@@ -131,36 +129,34 @@ def tiled_bias_backward(
     Returns:
         The gradient, shaped and typed like the bias, accumulated in fp32 (fp64).
     """
-    bias = mask_and_bias.bias
+    (query, key, *_), bias = tensors, mask_and_bias.bias
     assert bias is not None
-    total = torch.zeros(bias.shape, dtype=accumulation_dtype(query.dtype), device=bias.device)
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
+    total = score_tiles.q.new_zeros(bias.shape)
     with torch.autocast(query.device.type, enabled=False):
-        for queries, keys, _, ds, _ in _gradients_of_scores(
-            score_tiles, value, out, lse, grad_out, grad_lse, (query_tile, key_tile)
-        ):
+        sizes = (query_tile, key_tile)
+        for queries, keys, _, ds, _ in _gradients_of_scores(score_tiles, tensors, sizes):
             target = bias_of_tile(total, queries, keys)
             target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
     return total.to(bias.dtype)
 
 
 def _gradients_of_scores(
-    score_tiles: ScoreTiles, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
-    grad_lse: Tensor | None, sizes: tuple[int, int],
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:  # fmt: skip
+    score_tiles: ScoreTiles, tensors: BackwardTensors, sizes: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
     """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile.
 
     ``sizes``: queries and keys of a tile.
     """
-    v, do = fold(value, score_tiles.groups), fold(grad_out, score_tiles.groups)
-    lse = fold(lse, score_tiles.groups)
-    delta = (do * fold(out, score_tiles.groups)).sum(dim=-1)  # D = rowsum(dO ∘ O)
+    v, out, lse, do = (fold(x, score_tiles.groups) for x in tensors[2:6])
+    grad_lse = tensors[6]
+    delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
     if grad_lse is not None:
         delta = delta - fold(grad_lse, score_tiles.groups)
     empty = torch.isneginf(lse)
     delta = delta.masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-    for keys in tiles(value.shape[2], sizes[1]):
+    for keys in tiles(v.shape[1], sizes[1]):
         if score_tiles.hides(*keys):
             continue
         for queries in score_tiles.band.query_tiles(*keys, sizes[0]):

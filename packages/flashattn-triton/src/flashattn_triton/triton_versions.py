@@ -29,7 +29,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
@@ -68,20 +68,35 @@ def refusal() -> str | None:
 # ---- launching -----------------------------------------------------------------------------------
 
 
-class TensorTiles(Protocol):
-    """A tensor descriptor without its address."""
+@dataclass(frozen=True)
+class TileView:
+    """How the TMA sees tensors of one shape: all of a descriptor but the address.
 
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the tensor."""
+    Heads and batch keep dimensions of their own, so that a tile past the last row reads zeros, and
+    not the next head. ``layout``: that of tiles in shared memory, which Gluon's kernels want.
+    """
 
-    @property
-    def strides(self) -> Sequence[int]:
-        """Strides of the tensor, in elements."""
+    shape: Sequence[int]
+    strides: Sequence[int]
+    block: Sequence[int]
+    dtype: torch.dtype
+    layout: Any = None
+
+    def of(self, base: Any) -> Any:
+        """The descriptor of ``base``, which has a dtype, and an address if something is launched.
+
+        A tensor must have this shape and these strides (:func:`~.launch.can_use_tma`).
+        """
+        shape, strides, block = list(self.shape), list(self.strides), list(self.block)
+        if self.layout is None:
+            return unchecked_descriptor()(base, shape, strides, block)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(base, shape, strides, block, self.layout)
 
 
-# What takes a tensor: a descriptor, a pointer, or nothing (the tensor is None at every launch).
-Parameter = TensorTiles | Literal["pointer"] | None
+# What a kernel takes in place of a tensor: tiles, a pointer to elements of a dtype, or nothing.
+Parameter = TileView | torch.dtype | None
 # Starts a compiled kernel: stream; launch metadata and two hooks; the kernel's arguments.
 _Launch = Callable[[int, Any, Any, Any, list[Any]], None]
 
@@ -142,7 +157,7 @@ def fast_launcher(
     # Scratch memory is allocated for each launch; none of these kernels wants any by itself.
     if getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1):
         return None
-    described = [x for x in parameters.values() if x not in ("pointer", None)]
+    described = [x for x in parameters.values() if isinstance(x, TileView)]
     encodings = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     if len(encodings) != len(described) or None in encodings:  # not for the TMA
         return None
@@ -156,7 +171,7 @@ def fast_launcher(
     for name, parameter in parameters.items():
         position = len(template)
         template.append(None)
-        if parameter == "pointer":
+        if isinstance(parameter, torch.dtype):
             pointers.append((name, position))
         elif parameter is not None:
             descriptors.append((name, position, _Encoded(parameter, next(remaining))))
@@ -215,7 +230,7 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
 class _Encoded(dict[int, Any]):
     """Descriptors of one parameter as the TMA reads them, by address."""
 
-    def __init__(self, tiles: TensorTiles, encoding: Mapping[str, Any]) -> None:
+    def __init__(self, tiles: TileView, encoding: Mapping[str, Any]) -> None:
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         self.settings = (

@@ -31,8 +31,8 @@ from triton.runtime.errors import OutOfResources
 
 from flashattn_triton.configs import Tiles, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
-from flashattn_triton.portable.backward import backward_call
-from flashattn_triton.portable.forward import forward_call
+from flashattn_triton.portable.backward import BackwardCall
+from flashattn_triton.portable.forward import ForwardCall
 from flashattn_triton.problem import Problem as AttentionProblem
 from flashattn_triton.problem import new_problem
 from flashattn_triton.reference import attention_reference
@@ -89,13 +89,13 @@ def candidates(role: str, head_dim: int, itemsize: int) -> Iterator[Tiles]:
 def passes(problem: Problem, tiling: Tiling, inputs: list[Tensor]) -> dict[str, Callable[[], Any]]:
     """The forward and the backward pass with these shapes."""
     query, key, value, grad_out = inputs
-    forward = forward_call(query, key, value, problem.options, tiling.forward)
-    out, lse = forward(query, key, value)
-    backward = backward_call(query, key, value, out, grad_out, None, problem.options, tiling)
+    forward = ForwardCall(query, key, value, problem.options, tiling.forward)
+    out, lse = forward((query, key, value))
+    tensors = (query, key, value, out, lse, grad_out, None)
+    backward = BackwardCall(tensors, problem.options, tiling)
     return {
-        "forward": lambda: forward(query, key, value),
-        "backward": lambda: backward(query, key, value, out, lse, grad_out, None),
-    }
+        "forward": lambda: forward((query, key, value)), "backward": lambda: backward(tensors)
+    }  # fmt: skip
 
 
 def agrees(problem: Problem, tiling: Tiling) -> bool:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flashattn_triton.context_parallel.zigzag import on_device
+
 #: Names and values of what is asked for.
 Facts = tuple[tuple[str, str], ...]
 # Facts that the ranks of a group have agreed on before; emptied when there are too many, on all
@@ -47,7 +49,7 @@ def agree(
     is_new = facts not in agreed
     if is_new:  # for the errors of ranks that ask for something else
         _store(group).set(str(hashes[0]), repr(facts))
-    own = on_wire(group, _on_device(hashes, device))
+    own = on_wire(group, on_device(hashes, device, torch.int64))
     found = own.new_empty(group.size() * 2)
     with lost_ranks_named(group, "the agreement on what is computed"):
         dist.all_gather_into_tensor(found, own, group=group)
@@ -127,8 +129,3 @@ def _store(group: dist.ProcessGroup) -> Any:
 @functools.lru_cache(maxsize=1024)
 def _hash(value: tuple[object, ...]) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], signed=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _on_device(numbers: tuple[int, int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -44,7 +44,7 @@ class Transfers:
             is_read: whether the rank ``step`` behind this one needs those of this rank.
         """
         received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
-        return self._fetch(step, received, is_read)
+        return self._exchange(self.own if is_read else (), step, received)
 
     def give_back(
         self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
@@ -56,34 +56,26 @@ class Transfers:
         """
         rows = len(self.own[0]) if is_read else 0
         received = [x.new_empty(rows, *x.shape[1:], dtype=torch.float32) for x in self.own]
-        return self._give_back(step, sums, received)
+        return self._exchange(sums, -step, received)
 
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """For the gradients of what was fetched in this step, fp32."""
         k, v = (x.new_zeros(rows, *x.shape[1:], dtype=torch.float32) for x in self.own)
         return k, v
 
-    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
-        raise NotImplementedError
+    def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
+        """Sends to the rank ``ahead`` of this one, and receives from the rank as far behind.
 
-    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
+        Keys and values go ahead; gradients go back, which is a negative number.
+        """
         raise NotImplementedError
 
 
 class Messages(Transfers):
     """Sends and receives."""
 
-    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
-        return self._exchange(self.own if is_read else (), step, received, -step)
-
-    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
-        return self._exchange(sums, -step, received, step)
-
-    def _exchange(
-        self, sent: Sequence[Tensor], ahead: int, received: Sequence[Tensor], behind: int
-    ) -> _Moving:
-        """Sends to the rank ``ahead`` of this one and receives from that ``behind``."""
-        target, source = ((self._rank + step) % self._size for step in (ahead, behind))
+    def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
+        target, source = ((self._rank + step) % self._size for step in (ahead, -ahead))
         sent = [on_wire(self._group, x) for x in sent]
         arriving = [on_wire(self._group, x) for x in received]
         operations = [
@@ -123,7 +115,7 @@ class Copies(Transfers):
         super().__init__(group, own)
         self._memory, self._rows = memory, rows
         memory.meet(group)  # every rank has waited for the copies of the pass before
-        for target, x in zip(self._keys_of(self._rank, len(own[0])), own, strict=True):
+        for target, x in zip(self._views(self._rank, len(own[0])), own, strict=True):
             target.copy_(x)
         memory.meet(group)
 
@@ -135,46 +127,34 @@ class Copies(Transfers):
 
     def zeros(self, step: int, rows: int) -> tuple[Tensor, Tensor]:
         """In this rank's memory, where their rank reads them."""
-        k, v = self._slot_of(self._rank, step, rows)
+        k, v = self._views(self._rank, rows, step)
         return k.zero_(), v.zero_()
 
-    def _fetch(self, step: int, received: list[Tensor], is_read: bool) -> _Moving:
-        source = (self._rank - step) % self._size
-        sources = self._keys_of(source, len(received[0]))
-        return self._copy("keys and values", source, sources, received)
+    def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
+        rank, rows = (self._rank - ahead) % self._size, len(received[0])
+        if ahead > 0:
+            what, sources = "keys and values", self._views(rank, rows)
+        else:
+            self._memory.meet(self._group)
+            what, sources = "gradients", self._views(rank, rows, -ahead)
 
-    def _give_back(self, step: int, sums: Sequence[Tensor], received: list[Tensor]) -> _Moving:
-        self._memory.meet(self._group)
-        reader = (self._rank + step) % self._size
-        sources = self._slot_of(reader, step, len(received[0]))
-        return self._copy("gradients", reader, sources, received)
-
-    def _copy(
-        self, what: str, rank: int, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> _Moving:
         def start() -> Sequence[torch.cuda.Event]:
             with self._memory.beside():
-                for target, source in zip(targets, sources, strict=True):
+                for target, source in zip(received, sources, strict=True):
                     target.copy_(source)
             return [self._memory.mark()]
 
         what = f"the copy of {what} of rank {rank}"
-        return UnderWay(self._group, what, start, lambda: targets, sources)
+        return UnderWay(self._group, what, start, lambda: received, sources)
 
-    def _keys_of(self, rank: int, rows: int) -> list[Tensor]:
-        at, found = 0, []
-        for x in self.own:
-            row, size = x[0].numel(), x.element_size()
-            found.append(self._memory.view(rank, at, (rows, *x.shape[1:]), x.dtype))
-            at += _aligned(self._rows * row * size)
-        return found
-
-    def _slot_of(self, rank: int, step: int, rows: int) -> list[Tensor]:
-        at = self.nbytes(self.own, self._rows, (step - 1) % SLOTS)
+    def _views(self, rank: int, rows: int, step: int | None = None) -> list[Tensor]:
+        """Keys and values in the memory of ``rank``, or the gradients of a step for its reader."""
+        at = 0 if step is None else self.nbytes(self.own, self._rows, (step - 1) % SLOTS)
         found = []
         for x in self.own:
-            found.append(self._memory.view(rank, at, (rows, *x.shape[1:]), torch.float32))
-            at += _aligned(self._rows * x[0].numel() * 4)
+            dtype = x.dtype if step is None else torch.float32
+            found.append(self._memory.view(rank, at, (rows, *x.shape[1:]), dtype))
+            at += _aligned(self._rows * x[0].numel() * dtype.itemsize)
         return found
 
 

@@ -75,12 +75,15 @@ class Call:
 
     def starts(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """``starts_q`` and ``starts_k`` as int32 tensors."""
-        return _on_device(self.starts_q, device), _on_device(self.starts_k, device)
+        return on_device(self.starts_q, device), on_device(self.starts_k, device)
 
 
-@functools.lru_cache(maxsize=1024)
-def _on_device(starts: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(starts, dtype=torch.int32, device=device)
+@functools.lru_cache(maxsize=2048)
+def on_device(
+    numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32
+) -> Tensor:
+    """Integers as a tensor that is made once."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,25 +17,25 @@ from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
 from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, packed_tiles, without_offset
+from flashattn_triton.hopper.packed import PackedTiles, without_offset
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
-    Launch,
+    BackwardTensors,
     Layout,
     Packing,
-    Parameter,
     Strides,
     allocator,
     contiguous_strides,
     current_device,
-    empty_output,
     in_layout,
+    planned_output,
     stride_numbers,
     tma_refusal,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 LOG2_E = 1.4426950408889634
 # Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
@@ -86,38 +85,182 @@ def copy_of(x: Tensor, part: Part) -> Tensor:
     return (x.as_strided(*part) if part else x).clone(memory_format=torch.contiguous_format)
 
 
-@dataclass(frozen=True, kw_only=True)
 class HopperBackwardCall:
     """The backward kernels on one kind of input: what their launches need, found out once.
 
-    ``device``: its index. ``allocate``: makes tensors there. ``gradients``: layouts of dQ, dK and
-    dV. ``shared``: layout of the memory that the kernels share, whose first ``statistics`` bytes
-    come before the sum of dQ. ``order_counters``: how many there are; 0 where the order of sums is
-    free. ``copied``: of Q, K, V, O and dO, what is copied for the TMA; None if nothing is of any.
-    ``tiles``: of a packed batch.
+    They are planned for (B, H, N, ...) views. A call takes tensors as callers have them, and
+    returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to fp32 tensors with the
+    strides of ``into`` (:func:`can_add`). dQ is accumulated in fp32; in any order, unless
+    ``problem`` asks for deterministic gradients.
+
+    ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the
+    same for all heads, as the gradient of a sum is, once.
     """
 
-    preprocess: Launch
-    main: Launch
-    postprocess: Launch
-    device: int | None
-    allocate: Callable[..., Tensor]
-    gradients: Sequence[Layout]
-    statistics: int
-    shared: Layout
-    order_counters: int = 0
-    copied: Sequence[Part | None] | None = None
-    tiles: PackedTiles | None = None
+    def __init__(
+        self,
+        tensors: BackwardTensors,
+        problem: Problem,
+        packing: Packing | None = None,
+        into: Sequence[Tensor] = (),
+    ) -> None:
+        query, key, value, out, _, grad_out, grad_logsumexp = tensors
+        device, dtype = query.device, query.dtype
+        shapes = (query.shape, key.shape, value.shape)
+        packed = packing is not None
+        viewed = problem.layout != "bhsd"
+        read = (query, key, value, out, grad_out)
+        copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(read)]
+        # What is copied for the TMA of these; None if nothing is of any.
+        copied = [part for part, _ in copies]
+        self.copied = None if all(part is None for part in copied) else copied
+        dl_stride = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
+        problem = without_offset(problem, packing)
+        (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
+        q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
+        dq, dk, dv = (planned_output(x, x.shape[3]) for x in (query, key, value))
+        dq_stride, dk_stride, dv_stride = (x.stride() for x in into or (dq, dk, dv))
+        width, values = forward_widths((head_dim, value_dim))
+        kernel, loaded = KERNELS[width]
+        config = backward_config((head_dim, value_dim), problem)
+        queries, keys = config.queries, config.keys
+        self.tiles: PackedTiles | None = None
+        if packing is None:
+            rows = -(-n_queries // queries) * queries * batch * heads
+            programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
+        else:
+            self.tiles = PackedTiles(
+                packing, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
+            )
+            rows = self.tiles.most[0] * queries * heads
+            programs = (rows // ROWS, self.tiles.most[1] * kv_heads)
+        columns, softcap = STATISTICS.value, problem.softcap
+        sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
+        numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
+        table = torch.int32 if packed else None
+        shape = {
+            "ROWS": ROWS,
+            "PACKED": packed,
+            "FIELDS": FIELDS.value,
+            "QUERIES": queries,
+            "SUM_PARTS": width // sum_width,
+        }
+        has_dl = grad_logsumexp is not None
+
+        # Of packed sequences the kernel itself adds the difference of lengths.
+        offset, band = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
+        map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
+
+        def stride_div8(stride: Strides) -> list[int]:
+            return [s // 8 for s in stride[:3]]
+
+        fp32 = torch.float32
+        self.preprocess = hopper_launch(
+            preprocess_kernel,
+            programs[0],
+            {
+                "O_ptr": out.dtype,
+                "dO_ptr": dtype,
+                "L_ptr": fp32,
+                "dL_ptr": fp32 if has_dl else None,
+                "statistics_ptr": torch.bfloat16,
+                "dq_ptr": fp32,
+                "tiles_ptr": table,
+            },
+            {
+                **stride_numbers(o=stride_div8(o_stride), do=stride_div8(do_stride), dl=dl_stride),
+                **numbers,
+                "D_DIV8": value_dim // 8,
+                "factor": -1.0 / (problem.scale if softcap is None else softcap),
+            },
+            {
+                **shape,
+                "WIDTH": values,
+                "NARROW": value_dim < values,
+                "SUM_WIDTH": sum_width,
+                "HAS_DL": has_dl,
+            },
+        )
+        self.postprocess = hopper_launch(
+            postprocess_kernel,
+            programs[0],
+            {"dq_ptr": fp32, "dq_out": fp32 if into else dtype, "tiles_ptr": table},
+            {
+                **stride_numbers(q=stride_div8(dq_stride)),
+                **numbers,
+                "D_DIV8": head_dim // 8,
+                "scale": problem.scale,
+            },
+            {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
+        )
+        dk_out: Parameter = fp32
+        dv_out: Parameter = fp32
+        of_sums: dict[str, int | None] = {}
+        if kernel is hopper_backward_kernel:  # the one that adds to sums
+            of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
+            of_sums["D_DIV8"] = head_dim // 8
+        if not into:
+            of_sums = dict.fromkeys(of_sums)
+            dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
+            dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
+        most_in_ring = 0
+        if problem.deterministic and problem.band == (None, None):
+            # So many programs surely run at the same time, also beside another kernel's.
+            most_in_ring = forward.multiprocessors(device) // 2
+        self.main = hopper_launch(
+            kernel,
+            programs[1],
+            {
+                "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded]),
+                "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),
+                "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values]),
+                "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values]),
+                "statistics_desc": tile_map(
+                    [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
+                ),
+                "dq_ptr": fp32,
+                "dk_out": dk_out,
+                "dv_out": dv_out,
+                "key_tiles_ptr": table,
+                "order_counters_ptr": torch.int32 if problem.deterministic else None,
+            },
+            {
+                "N_QUERIES": n_queries,
+                "N_KEYS": n_keys,
+                "N_KV_HEADS": kv_heads,
+                "HEADS_PER_KV": heads // kv_heads,
+                "offset": offset,
+                "band": band,
+                "scale": problem.scale,
+                "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+                "tanh_scale": None if softcap is None else problem.scale / softcap,
+                **of_sums,
+            },
+            {
+                "OPTIONS": BackwardOptions(
+                    columns=columns_in_use(head_dim, width),
+                    ragged=packed or n_keys % keys != 0,
+                    is_causal=problem.band[1] is not None,
+                    has_left=problem.band[0] is not None,
+                    packed=packed,
+                    bottom_right=packed and problem.bottom_right,
+                    ordered=problem.deterministic,
+                    adds=bool(into),
+                    ring=most_in_ring,
+                )
+            },
+        )
+        self.device, self.allocate = device.index, allocator(device)
+        self.gradients = [in_layout(x, problem.layout) for x in (dq, dk, dv)]
+        # Memory that the kernels share. Its first bytes, so many, come before the sum of dQ.
+        self.shared: Layout = ((rows * (columns // 2 + width),), (1,), fp32)
+        self.statistics = rows * columns * 2
+        # How many there are; 0 where the order of sums is free.
+        self.order_counters = rows // queries if problem.deterministic else 0
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
+        tensors: BackwardTensors,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
         into: Sequence[Tensor] = (),
@@ -128,15 +271,12 @@ class HopperBackwardCall:
         """
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(
-                    query, key, value, out, logsumexp, grad_out, grad_logsumexp, packing,
-                    mask_and_bias, into,
-                )  # fmt: skip
+                return self(tensors, packing, mask_and_bias, into)
+        query, key, value, out, logsumexp, grad_out, grad_logsumexp = tensors
         if self.copied is not None:
-            tensors = (query, key, value, out, grad_out)
             query, key, value, out, grad_out = [
                 x if part is None else copy_of(x, part)
-                for x, part in zip(tensors, self.copied, strict=True)
+                for x, part in zip((query, key, value, out, grad_out), self.copied, strict=True)
             ]
         allocate, (dq_layout, dk_layout, dv_layout) = self.allocate, self.gradients
         if into:
@@ -175,187 +315,6 @@ class HopperBackwardCall:
         return dq, dk, dv
 
 
-def hopper_backward_call(
-    tensors: Sequence[Tensor],
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    packing: Packing | None = None,
-    into: Sequence[Tensor] = (),
-) -> HopperBackwardCall:
-    """The call for views of Q, K, V, O and dO of these shapes, strides and types.
-
-    It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
-    dtype, or adds them to fp32 tensors with the strides of ``into`` (:func:`can_add`). dQ is
-    accumulated in fp32; in any order, unless ``problem`` asks for deterministic gradients.
-
-    ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the
-    same for all heads, as the gradient of a sum is, once. ``grad_logsumexp`` is dL, (B, H, N_q), or
-    None for zero.
-    """
-    query, key, value, out, _ = tensors
-    device, dtype = query.device, query.dtype
-    shapes = (query.shape, key.shape, value.shape)
-    packed = packing is not None
-    viewed = problem.layout != "bhsd"
-    copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(tensors)]
-    copied = [part for part, _ in copies]
-    grad_logsumexp_stride = None if grad_logsumexp is None else grad_logsumexp.stride()
-    equal = packing is not None and packing.has_equal_lengths
-    problem = without_offset(problem, equal)
-    (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
-    q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
-    dq, dk, dv = (
-        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
-        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
-    )
-    dq_stride, dk_stride, dv_stride = (x.stride() for x in into or (dq, dk, dv))
-    width, values = forward_widths((head_dim, value_dim))
-    kernel, loaded = KERNELS[width]
-    config = backward_config((head_dim, value_dim), problem)
-    queries, keys = config.queries, config.keys
-    tiles = None
-    if packing is None:
-        rows = -(-n_queries // queries) * queries * batch * heads
-        programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
-    else:
-        tiles = packed_tiles(
-            packing, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
-        )
-        rows = tiles.most[0] * queries * heads
-        programs = (rows // ROWS, tiles.most[1] * kv_heads)
-    columns, softcap = STATISTICS.value, problem.softcap
-    sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
-    numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
-    table = torch.int32 if packed else None
-    shape = {
-        "ROWS": ROWS,
-        "PACKED": packed,
-        "FIELDS": FIELDS.value,
-        "QUERIES": queries,
-        "SUM_PARTS": width // sum_width,
-    }
-    has_dl = grad_logsumexp_stride is not None
-
-    # Of packed sequences the kernel itself adds the difference of lengths.
-    offset, band = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
-
-    def stride_div8(stride: Strides) -> list[int]:
-        return [s // 8 for s in stride[:3]]
-
-    fp32 = torch.float32
-    preprocess = hopper_launch(
-        preprocess_kernel,
-        programs[0],
-        {
-            "O_ptr": out.dtype,
-            "dO_ptr": dtype,
-            "L_ptr": fp32,
-            "dL_ptr": fp32 if has_dl else None,
-            "statistics_ptr": torch.bfloat16,
-            "dq_ptr": fp32,
-            "tiles_ptr": table,
-        },
-        {
-            **stride_numbers(
-                o=stride_div8(o_stride),
-                do=stride_div8(do_stride),
-                dl=grad_logsumexp_stride or (0, 0, 0),
-            ),
-            **numbers,
-            "D_DIV8": value_dim // 8,
-            "factor": -1.0 / (problem.scale if softcap is None else softcap),
-        },
-        {
-            **shape,
-            "WIDTH": values,
-            "NARROW": value_dim < values,
-            "SUM_WIDTH": sum_width,
-            "HAS_DL": has_dl,
-        },
-    )
-    postprocess = hopper_launch(
-        postprocess_kernel,
-        programs[0],
-        {"dq_ptr": fp32, "dq_out": fp32 if into else dtype, "tiles_ptr": table},
-        {
-            **stride_numbers(q=stride_div8(dq_stride)),
-            **numbers,
-            "D_DIV8": head_dim // 8,
-            "scale": problem.scale,
-        },
-        {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
-    )
-    dk_out: Parameter = fp32
-    dv_out: Parameter = fp32
-    of_sums: dict[str, int | None] = {}
-    if into:
-        of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
-        of_sums["D_DIV8"] = head_dim // 8
-    else:
-        dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
-        dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
-        if kernel is hopper_backward_kernel:
-            of_sums = dict.fromkeys((*stride_numbers(dk=(0, 0, 0), dv=(0, 0, 0)), "D_DIV8"))
-    may_ring = problem.deterministic and problem.band == (None, None)
-    main = hopper_launch(
-        kernel,
-        programs[1],
-        {
-            "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded]),
-            "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),
-            "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values]),
-            "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values]),
-            "statistics_desc": tile_map(
-                [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
-            ),
-            "dq_ptr": fp32,
-            "dk_out": dk_out,
-            "dv_out": dv_out,
-            "key_tiles_ptr": table,
-            "order_counters_ptr": torch.int32 if problem.deterministic else None,
-        },
-        {
-            "N_QUERIES": n_queries,
-            "N_KEYS": n_keys,
-            "N_KV_HEADS": kv_heads,
-            "HEADS_PER_KV": heads // kv_heads,
-            "offset": offset,
-            "band": band,
-            "scale": problem.scale,
-            "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
-            "tanh_scale": None if softcap is None else problem.scale / softcap,
-            **of_sums,
-        },
-        {
-            "OPTIONS": BackwardOptions(
-                columns=columns_in_use(head_dim, width),
-                ragged=packed or n_keys % keys != 0,
-                is_causal=problem.band[1] is not None,
-                has_left=problem.band[0] is not None,
-                packed=packed,
-                bottom_right=packed and problem.bottom_right,
-                ordered=problem.deterministic,
-                adds=bool(into),
-                ring=most_in_ring(device) if may_ring else 0,
-            )
-        },
-    )
-    return HopperBackwardCall(
-        preprocess=preprocess,
-        main=main,
-        postprocess=postprocess,
-        device=device.index,
-        allocate=allocator(device),
-        gradients=[in_layout(x, problem.layout) for x in (dq, dk, dv)],
-        statistics=rows * columns * 2,
-        shared=((rows * (columns // 2 + width),), (1,), fp32),
-        tiles=tiles,
-        order_counters=rows // queries if problem.deterministic else 0,
-        copied=None if all(part is None for part in copied) else copied,
-    )
-
-
 def can_add(head_dims: tuple[int, int], into: Sequence[Tensor]) -> bool:
     """Whether a kernel here adds gradients to these fp32 (B, H, N, D) views: to 128 columns."""
     aligned = all(
@@ -363,8 +322,3 @@ def can_add(head_dims: tuple[int, int], into: Sequence[Tensor]) -> bool:
         for x in into
     )
     return aligned and forward_widths(head_dims)[0] <= 128
-
-
-def most_in_ring(device: torch.device) -> int:
-    """How many programs surely run at the same time, also beside another kernel's."""
-    return forward.multiprocessors(device) // 2

@@ -19,18 +19,15 @@ STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scal
 
 
 @gluon.jit
-def _ones(HALF: gl.constexpr, SCORES: gl.constexpr):
-    """(OWN, STATISTICS) in registers, by which a product adds up one half of the statistics."""
+def subtract(HALF: gl.constexpr, statistics, s, USE_ACC: gl.constexpr, SCORES: gl.constexpr):
+    """Issues the subtraction of one half of the statistics: 0 is L / scale, 1 is delta.
+
+    A product with ones of (OWN, STATISTICS) in registers, and zeros for the other half, adds it up.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     halves = gl.arange(0, STATISTICS, gl.SliceLayout(0, OPERAND)) // (STATISTICS // 2)
     zeros = gl.zeros([OWN, STATISTICS], gl.bfloat16, OPERAND)
-    return gl.where(gl.expand_dims(halves == HALF, 0), zeros + 1.0, zeros)
-
-
-@gluon.jit
-def subtract(HALF: gl.constexpr, statistics, s, USE_ACC: gl.constexpr, SCORES: gl.constexpr):
-    """Issues the subtraction of one half of the statistics: 0 is L / scale, 1 is delta."""
-    ones = _ones(HALF, SCORES)
+    ones = gl.where(gl.expand_dims(halves == HALF, 0), zeros + 1.0, zeros)
     return warpgroup_mma(ones, statistics.permute((1, 0)), s, use_acc=USE_ACC, is_async=True)
 
 

@@ -128,11 +128,6 @@ BACKWARD_WINDOW = {
 }
 
 
-def tile_width(head_dim: int) -> int:
-    """Columns of the tiles that ``head_dim`` is computed with; the TMA fills up zeros."""
-    return next(width for width in (64, 128, 192, 256) if head_dim <= width)
-
-
 def columns_in_use(head_dim: int, width: int) -> int:
     """Columns of a tile that are multiplied. The others are zeros, or hold no result."""
     if width == 128 and head_dim <= 96:
@@ -141,11 +136,10 @@ def columns_in_use(head_dim: int, width: int) -> int:
 
 
 def forward_widths(head_dims: tuple[int, int]) -> tuple[int, int]:
-    """Columns of the forward kernel's tiles: of Q and K, and of V and the output."""
+    """Columns of tiles of Q and K, and of V and the output; the TMA fills up zeros."""
     head_dim, value_dim = head_dims
     if max(head_dims) <= 128:
-        width = tile_width(max(head_dims))
-        return width, width
+        return (64, 64) if max(head_dims) <= 64 else (128, 128)
     return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -17,52 +16,128 @@ from flashattn_triton.hopper.configs import (
 )
 from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
 from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, packed_tiles, without_offset
+from flashattn_triton.hopper.packed import PackedTiles, without_offset
 from flashattn_triton.launch import (
-    Launch,
-    Layout,
     Packing,
-    Parameter,
     allocator,
     current_device,
-    empty_output,
     empty_row_statistic,
     in_layout,
+    planned_output,
     stride_numbers,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True, kw_only=True)
 class HopperForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    ``device``: its index. ``allocate``: makes tensors there, of the layouts of ``out`` and
-    ``logsumexp``. ``tiles``: those of a packed batch.
+    It is planned for views (B, H, N_q, D), (B, G, N_k, D) and (B, G, N_k, E), which ``eligibility``
+    has not refused, of a packed batch with B = 1; D and E are multiples of 8 up to 256. ``sinks``:
+    (H,), contiguous. It takes tensors as callers have them.
     """
 
-    launch: Launch
-    device: int | None
-    allocate: Callable[..., Tensor]
-    out: Layout
-    logsumexp: Layout
-    tiles: PackedTiles | None = None
-
-    def __call__(
+    def __init__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        problem: Problem,
+        packing: Packing | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        device, dtype, fp32 = query.device, query.dtype, torch.float32
+        equal = packing is not None and packing.has_equal_lengths
+        packed = packing is not None
+        problem = without_offset(problem, packing)
+        (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = query.shape, key.shape
+        head_dims = (query.shape[3], value.shape[3])
+        in_fp32 = problem.out_dtype is fp32
+        out = planned_output(query, head_dims[1], problem.out_dtype)
+        lse = empty_row_statistic(out)
+        left, right = problem.band
+        softcap = problem.softcap
+        # Of packed sequences the kernel itself adds the difference of lengths.
+        offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
+        longest = n_queries if packing is None else packing.max_seqlen_q
+        config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
+        programs = multiprocessors(device)
+        tiles_of_head = -(-n_queries // config.queries)
+        self.tiles: PackedTiles | None = None
+        if packing is not None:
+            self.tiles = PackedTiles(
+                packing, (n_queries, n_keys), (config.queries, config.keys),
+                heads=heads, group=config.rounds * programs,
+            )  # fmt: skip
+            tiles_of_head = self.tiles.most[0]
+        n_tiles = tiles_of_head * batch * heads
+        group = max(1, -(-config.rounds * programs // tiles_of_head))
+        if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
+            group = batch * heads
+        tile_columns, value_columns = forward_widths(head_dims)
+        tile_columns //= config.parts
+        numbers: dict[str, float | None] = {
+            "N_TILES": n_tiles,
+            "N_QUERIES": n_queries,
+            "N_HEADS": heads,
+            "HEADS_PER_KV": heads // kv_heads,
+            "GROUP": group,
+            "N_KEYS": n_keys,
+            "offset": offset,
+            "width": width,
+            "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+            "tanh_scale": None if softcap is None else problem.scale / softcap,
+        }
+        options = ForwardOptions(
+            **{shape.name: getattr(config, shape.name) for shape in fields(ForwardShape)},
+            columns=columns_in_use(max(head_dims), tile_columns),
+            negative=softcap is None and problem.scale < 0,
+            shifted=offset != 0 or (packed and problem.bottom_right),
+            halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
+            is_causal=right is not None,
+            has_left=left is not None,
+            packed=packed,
+            bottom_right=packed and problem.bottom_right,
+            has_sinks=sinks is not None,
+            fp32_out=in_fp32,
+        )
+        map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
+        query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
+        o_strides = stride_numbers(o=[stride // 8 for stride in out.stride()[:3]])
+        of_rows = {**o_strides, "E_DIV8": head_dims[1] // 8}
+        numbers |= of_rows if in_fp32 else dict.fromkeys(of_rows)
+        parameters: dict[str, Parameter] = {
+            "q_desc": map_of(query.shape, query.stride(), query_block),
+            "k_desc": map_of(key.shape, key.stride(), key_block),
+            "v_desc": map_of(value.shape, value.stride(), [1, 1, config.keys, value_columns]),
+            # In the place of Q, if there is no other, it is as wide as a part of Q.
+            "o_out": fp32 if in_fp32 else map_of(out.shape, out.stride(), query_block),
+            "L_ptr": fp32,
+            "tiles_ptr": torch.int32 if packed else None,
+            "sinks_ptr": None if sinks is None else sinks.dtype,
+        }
+        programs = min(n_tiles, programs)
+        constants = {"OPTIONS": options}
+        self.launch = hopper_launch(hopper_forward_kernel, programs, parameters, numbers, constants)
+        self.device, self.allocate = device.index, allocator(device)
+        self.out = in_layout(out, problem.layout)
+        self.logsumexp = in_layout(lse, problem.layout)
+
+    def __call__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp; of ``mask_and_bias`` there are sinks at most."""
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(query, key, value, packing, mask_and_bias)
+                return self(tensors, packing, mask_and_bias)
+        query, key, value = tensors
         out, logsumexp = self.allocate(*self.out), self.allocate(*self.logsumexp)
         addresses = {
             "q_desc": query.data_ptr(),
@@ -79,110 +154,6 @@ class HopperForwardCall:
             addresses["sinks_ptr"] = sinks.data_ptr()
         self.launch(addresses)
         return out, logsumexp
-
-
-def hopper_forward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    packing: Packing | None = None,
-    sinks: Tensor | None = None,
-) -> HopperForwardCall:
-    """The call for views of these shapes, strides and types, which ``eligibility`` has not refused.
-
-    Views are (B, H, N_q, D), (B, G, N_k, D) and (B, G, N_k, E), of a packed batch with B = 1; D and
-    E are multiples of 8 up to 256. ``sinks``: (H,), contiguous. The call takes tensors as callers
-    have them.
-    """
-    device, dtype = query.device, query.dtype
-    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
-    strides = (query.stride(), key.stride(), value.stride())
-    equal = packing is not None and packing.has_equal_lengths
-    packed = packing is not None
-    problem = without_offset(problem, equal)
-    (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = q_shape, k_shape
-    head_dims = (q_shape[3], v_shape[3])
-    like = torch.empty_strided(q_shape, strides[0], dtype=dtype, device="meta")
-    in_fp32 = problem.out_dtype is torch.float32
-    out = empty_output(like, head_dims[1], problem.out_dtype)
-    lse = empty_row_statistic(like)
-    left, right = problem.band
-    softcap = problem.softcap
-    # Of packed sequences the kernel itself adds the difference of lengths.
-    offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-    longest = n_queries if packing is None else packing.max_seqlen_q
-    config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
-    programs = multiprocessors(device)
-    tiles_of_head = -(-n_queries // config.queries)
-    tiles = None
-    if packing is not None:
-        tiles = packed_tiles(
-            packing, (n_queries, n_keys), (config.queries, config.keys),
-            heads=heads, group=config.rounds * programs,
-        )  # fmt: skip
-        tiles_of_head = tiles.most[0]
-    n_tiles = tiles_of_head * batch * heads
-    group = max(1, -(-config.rounds * programs // tiles_of_head))
-    if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
-        group = batch * heads
-    tile_columns, value_columns = forward_widths(head_dims)
-    tile_columns //= config.parts
-    numbers: dict[str, float | None] = {
-        "N_TILES": n_tiles,
-        "N_QUERIES": n_queries,
-        "N_HEADS": heads,
-        "HEADS_PER_KV": heads // kv_heads,
-        "GROUP": group,
-        "N_KEYS": n_keys,
-        "offset": offset,
-        "width": width,
-        "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
-        "tanh_scale": None if softcap is None else problem.scale / softcap,
-    }
-    options = ForwardOptions(
-        **{shape.name: getattr(config, shape.name) for shape in fields(ForwardShape)},
-        columns=columns_in_use(max(head_dims), tile_columns),
-        negative=softcap is None and problem.scale < 0,
-        shifted=offset != 0 or (packed and problem.bottom_right),
-        halved=config.halves and offset == 0 and (equal if packed else n_keys >= n_queries),
-        is_causal=right is not None,
-        has_left=left is not None,
-        packed=packed,
-        bottom_right=packed and problem.bottom_right,
-        has_sinks=sinks is not None,
-        fp32_out=in_fp32,
-    )
-    map_of = functools.partial(tile_map, dtype=dtype, packed=packed)
-    query_block, key_block = [1, 1, ROWS.value, tile_columns], [1, 1, config.keys, tile_columns]
-    q_map = map_of(q_shape, strides[0], query_block)
-    k_map = map_of(k_shape, strides[1], key_block)
-    v_map = map_of(v_shape, strides[2], [1, 1, config.keys, value_columns])
-    # In the place of Q, if there is no other, it is as wide as a part of Q.
-    o_map = map_of(out.shape, out.stride(), query_block)
-    o_strides = stride_numbers(o=[stride // 8 for stride in out.stride()[:3]])
-    numbers |= {**o_strides, "E_DIV8": head_dims[1] // 8}
-    if not in_fp32:
-        numbers |= dict.fromkeys((*o_strides, "E_DIV8"))
-    parameters: dict[str, Parameter] = {
-        "q_desc": q_map,
-        "k_desc": k_map,
-        "v_desc": v_map,
-        "o_out": torch.float32 if in_fp32 else o_map,
-        "L_ptr": torch.float32,
-        "tiles_ptr": torch.int32 if packed else None,
-        "sinks_ptr": None if sinks is None else sinks.dtype,
-    }
-    return HopperForwardCall(
-        launch=hopper_launch(
-            hopper_forward_kernel, min(n_tiles, programs), parameters, numbers, {"OPTIONS": options}
-        ),
-        device=device.index,
-        allocate=allocator(device),
-        out=in_layout(out, problem.layout),
-        logsumexp=in_layout(lse, problem.layout),
-        tiles=tiles,
-    )
 
 
 @functools.cache

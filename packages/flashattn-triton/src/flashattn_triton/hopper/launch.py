@@ -11,8 +11,9 @@ from triton.experimental.gluon import language as gl
 
 from flashattn_triton import triton_versions
 from flashattn_triton.hopper.schedule import PACKED_END
-from flashattn_triton.launch import Launch, Number, Parameter, TileView, option_numbers
+from flashattn_triton.launch import Launch, Number, option_numbers
 from flashattn_triton.problem import Problem, diagonal_offset
+from flashattn_triton.triton_versions import Parameter, TileView
 
 _ANY_TOKEN = 2**31 - 2**16  # a dimension that no index leaves
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}

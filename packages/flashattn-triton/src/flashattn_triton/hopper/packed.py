@@ -2,36 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.hopper.launch import hopper_launch
 from flashattn_triton.hopper.schedule import FIELDS, SEQUENCES, most_tiles, packed_tiles_kernel
-from flashattn_triton.launch import Launch, Packing
+from flashattn_triton.launch import Packing
 from flashattn_triton.problem import Problem
 
 
-def without_offset(problem: Problem, equal: bool) -> Problem:
-    """The same problem if ``equal`` says that sequences have as many keys as queries.
+def without_offset(problem: Problem, packing: Packing | None) -> Problem:
+    """The same problem where packed sequences have as many keys as queries.
 
     Their last query meets the last key on the diagonal that starts at the first of both.
     """
-    if not equal or not problem.bottom_right:
+    if packing is None or not packing.has_equal_lengths or not problem.bottom_right:
         return problem
     return replace(problem, causal="top-left" if problem.causal == "bottom-right" else "none")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackedTiles:
-    """The kernel that writes a packed batch's tables of tiles.
+    """The kernel that writes the tables of tiles of one kind of packed batch.
 
-    ``most``: how many tiles of queries there can be, and how many of keys.
+    ``most``: how many tiles of queries there can be, and how many of keys, if ``of_keys``.
     """
 
-    launch: Launch
-    most: tuple[int, int]
+    def __init__(
+        self,
+        packing: Packing,
+        tokens: tuple[int, int],
+        rows: tuple[int, int],
+        *,
+        heads: int,
+        group: int = 1,
+        of_keys: bool = False,
+    ) -> None:
+        """Plans the launch.
+
+        ``tokens``: queries and keys of all sequences. ``rows``: queries and keys of a tile.
+        ``heads``: of queries. ``group``: how many tiles of one sequence are computed at the same
+        time, see :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
+        """
+        n, (n_queries, n_keys) = packing.sequences, tokens
+        of_key_side = most_tiles(n_keys, n, rows[1]) if of_keys else 0
+        self.most = most_tiles(n_queries, n, rows[0]), of_key_side
+        self.launch = hopper_launch(
+            packed_tiles_kernel,
+            -(-(n + 1) // SEQUENCES) * (1 + of_keys),
+            {"starts_q_ptr": torch.int32, "starts_k_ptr": torch.int32, "tiles_ptr": torch.int32},
+            {
+                "N_SEQUENCES": n,
+                "N_QUERIES": n_queries,
+                "N_KEYS": n_keys,
+                "N_HEADS": heads,
+                "GROUP": group,
+                "KEY_TABLE": (1 + self.most[0]) * FIELDS.value,
+            },
+            {"ROWS": rows[0], "KEY_ROWS": rows[1], "FIELDS": FIELDS.value, "SEQUENCES": SEQUENCES},
+        )
 
     def __call__(self, packing: Packing) -> Tensor:
         """The table of queries, (1 + most, FIELDS) int32, and then that of keys.
@@ -53,37 +83,3 @@ class PackedTiles:
     def key_table(self) -> int:
         """The bytes before the table of keys."""
         return (1 + self.most[0]) * int(FIELDS.value) * 4
-
-
-def packed_tiles(
-    packing: Packing,
-    tokens: tuple[int, int],
-    rows: tuple[int, int],
-    *,
-    heads: int,
-    group: int = 1,
-    of_keys: bool = False,
-) -> PackedTiles:
-    """The tiles of one kind of packed batch, and with ``of_keys`` those of keys too.
-
-    ``tokens``: queries and keys of all sequences. ``rows``: queries and keys of a tile. ``heads``:
-    of queries. ``group``: how many tiles of one sequence are computed at the same time, see
-    :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
-    """
-    n = packing.sequences
-    most = most_tiles(tokens[0], n, rows[0]), most_tiles(tokens[1], n, rows[1]) if of_keys else 0
-    launch = hopper_launch(
-        packed_tiles_kernel,
-        -(-(n + 1) // SEQUENCES) * (1 + of_keys),
-        {"starts_q_ptr": torch.int32, "starts_k_ptr": torch.int32, "tiles_ptr": torch.int32},
-        {
-            "N_SEQUENCES": n,
-            "N_QUERIES": tokens[0],
-            "N_KEYS": tokens[1],
-            "N_HEADS": heads,
-            "GROUP": group,
-            "KEY_TABLE": (1 + most[0]) * FIELDS.value,
-        },
-        {"ROWS": rows[0], "KEY_ROWS": rows[1], "FIELDS": FIELDS.value, "SEQUENCES": SEQUENCES},
-    )
-    return PackedTiles(launch=launch, most=most)

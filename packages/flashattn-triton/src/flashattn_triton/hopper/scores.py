@@ -60,32 +60,24 @@ def scores_tile(s, tanh_scale, first_row, first_key, band, masked, OPTIONS: gl.c
 
 @gluon.jit
 def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
-    """P of a tile of (keys, queries) scores from which L / scale has been subtracted."""
+    """P of a tile of (keys, queries) scores from which L / scale has been subtracted.
+
+    For the backward kernels, whose tiles are transposed, and which need no maximum. If MASKED, P is
+    0 where the mask hides the key: query i sees the rows from ``diagonal + i - band`` to
+    ``diagonal + i``, which are among the first ``n_keys``; ``limits`` are both numbers.
+    """
     p = exp2(s * scale_log2)
     if MASKED:
-        p = mask_probabilities(p, diagonal, limits, OPTIONS)
-    return p
-
-
-@gluon.jit
-def mask_probabilities(p, diagonal, limits, OPTIONS: gl.constexpr):
-    """Replaces (keys, queries) probabilities by 0 where the mask hides the key from the query.
-
-    For the backward kernels, whose tiles are transposed, and which need no maximum.
-
-    Query i sees the rows of ``p`` from ``diagonal + i - band`` to ``diagonal + i``, which are among
-    the first ``n_keys``; ``limits`` are both numbers.
-    """
-    band, n_keys = limits
-    LAYOUT: gl.constexpr = p.type.layout
-    keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
-    last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
-    if OPTIONS.is_causal:
-        p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
-    if OPTIONS.has_left:
-        p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
-    if OPTIONS.ragged:
-        p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
+        band, n_keys = limits
+        LAYOUT: gl.constexpr = p.type.layout
+        keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
+        last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
+        if OPTIONS.is_causal:
+            p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
+        if OPTIONS.has_left:
+            p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
+        if OPTIONS.ragged:
+            p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
     return p
 
 

@@ -23,20 +23,19 @@ key, E head_dim of value, T tokens of a packed batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
+    BackwardTensors,
     Launch,
-    Layout,
     Packing,
-    empty_output,
     given_addresses,
     in_layout,
     padded,
+    planned_output,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
@@ -46,42 +45,80 @@ from flashattn_triton.portable.query_pass import query_pass_launch
 from flashattn_triton.problem import Problem, heads_first
 
 
-@dataclass(frozen=True, kw_only=True)
 class BackwardCall:
-    """The backward kernels on one kind of input: what their launches need, found out once."""
+    """The backward kernels on one kind of input: what their launches need, found out once.
 
-    preprocess: Launch
-    key_pass: Launch
-    query_pass: Launch | None
-    statistics: Sequence[int]
-    gradients: Sequence[Layout]
-    dq_sum: Sequence[int] | None
-    scale: float
-    layout: str
+    They are planned for (B, H, N, ...) views, whose last strides are 1. A call takes tensors as
+    callers have them, and returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to
+    fp32 tensors with the strides of ``into``. The fused form is used if ``tiling`` has one, unless
+    ``problem.deterministic`` asks for a fixed order of every sum.
+    """
+
+    def __init__(
+        self,
+        tensors: BackwardTensors,
+        problem: Problem,
+        tiling: Tiling,
+        packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        into: Sequence[Tensor] = (),
+    ) -> None:
+        query, key, value, out, _, grad_out, grad_logsumexp = tensors
+        batch, heads, n_queries, head_dim = query.shape
+        gradients = [planned_output(x, x.shape[3]) for x in (query, key, value)]
+        dq, dk, dv = (x.stride() for x in into or gradients)
+        fused = None if problem.deterministic else tiling.fused
+        width = padded(head_dim, query.dtype)
+        if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
+            dq = (heads * n_queries * width, n_queries * width, width, 1)
+        longest_tile = max(ROWS, tiling.key_pass.queries, tiling.query_pass.queries)
+        multiple = max(longest_tile, 0 if fused is None else fused.queries)
+        n_padded = -(-n_queries // multiple) * multiple
+        inputs = KernelInputs(
+            query=query,
+            key=key,
+            value=value,
+            problem=problem,
+            mask_and_bias=mask_and_bias,
+            packing=packing,
+            grad_out=grad_out,
+            results={"dq": dq, "dk": dk, "dv": dv},
+            n_padded=n_padded,
+            adds=bool(into),
+        )
+        zeroed = None if fused is None else head_dim
+        self.preprocess = preprocess_launch(
+            out, grad_out, grad_logsumexp, n_padded=n_padded, zeroed=zeroed
+        )
+        self.query_pass: Launch | None = None
+        self.dq_sum: Sequence[int] | None = None
+        if fused is None:
+            self.key_pass = key_pass_launch(inputs, tiling.key_pass, NONE)
+            self.query_pass = query_pass_launch(inputs, tiling.query_pass)
+        else:
+            mode = TMA_REDUCE if tiling.tma_reduce else ATOMIC
+            self.key_pass = key_pass_launch(inputs, fused, mode)
+            self.dq_sum = (batch, heads, n_queries, width)
+        self.statistics = (batch * heads, 2, n_padded)
+        self.gradients = [in_layout(x, problem.layout) for x in gradients]
+        self.scale, self.layout = problem.scale, problem.layout
 
     def __call__(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
+        tensors: BackwardTensors,
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1, added to ``into`` if that is given."""
-        fp32 = torch.float32
+        query, fp32 = tensors[0], torch.float32
         dq, dk, dv = into or [
             query.new_empty_strided(shape, strides) for shape, strides, _ in self.gradients
         ]
         statistics = query.new_empty(self.statistics, dtype=fp32)
         dq_sum = None if self.dq_sum is None else query.new_empty(self.dq_sum, dtype=fp32)
-        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
         addresses = {
-            **backward_addresses(read, statistics),
+            **backward_addresses(tensors, statistics),
             "dQ_ptr": (dq if dq_sum is None else dq_sum).data_ptr(),
             "dK_ptr": dk.data_ptr(),
             "dV_ptr": dv.data_ptr(),
@@ -99,68 +136,3 @@ class BackwardCall:
             else:
                 torch.mul(dq_sum, self.scale, out=dq_view)
         return dq, dk, dv
-
-
-def backward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    tiling: Tiling,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    into: Sequence[Tensor] = (),
-) -> BackwardCall:
-    """The call for views of these shapes, strides and types, whose last stride is 1.
-
-    It takes tensors as callers have them, and returns dQ, dK and dV in the inputs' shapes and
-    dtype, or adds them to fp32 tensors with the strides of ``into``. The fused form is used if
-    ``tiling`` has one, unless ``problem.deterministic`` asks for a fixed order of every sum.
-    """
-    dtype = query.dtype
-    (batch, heads, n_queries, head_dim), value_dim = query.shape, value.shape[3]
-    gradients = [
-        empty_output(torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta"), width)
-        for x, width in ((query, head_dim), (key, head_dim), (value, value_dim))
-    ]
-    dq, dk, dv = (x.stride() for x in into or gradients)
-    fused = None if problem.deterministic else tiling.fused
-    width = padded(head_dim, dtype)
-    if fused is not None:  # the fp32 sum, padded, so that a tile is one block of memory
-        dq = (heads * n_queries * width, n_queries * width, width, 1)
-    longest_tile = max(ROWS, tiling.key_pass.queries, tiling.query_pass.queries)
-    multiple = max(longest_tile, 0 if fused is None else fused.queries)
-    n_padded = -(-n_queries // multiple) * multiple
-    inputs = KernelInputs(
-        query=query,
-        key=key,
-        value=value,
-        problem=problem,
-        mask_and_bias=mask_and_bias,
-        packing=packing,
-        grad_out=grad_out,
-        results={"dq": dq, "dk": dk, "dv": dv},
-        n_padded=n_padded,
-        adds=bool(into),
-    )
-    zeroed = None if fused is None else head_dim
-    preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=n_padded, zeroed=zeroed)
-    if fused is None:
-        key_pass = key_pass_launch(inputs, tiling.key_pass, NONE)
-        query_pass = query_pass_launch(inputs, tiling.query_pass)
-    else:
-        key_pass = key_pass_launch(inputs, fused, TMA_REDUCE if tiling.tma_reduce else ATOMIC)
-        query_pass = None
-    return BackwardCall(
-        preprocess=preprocess,
-        key_pass=key_pass,
-        query_pass=query_pass,
-        statistics=(batch * heads, 2, n_padded),
-        gradients=[in_layout(x, problem.layout) for x in gradients],
-        dq_sum=None if fused is None else (batch, heads, n_queries, width),
-        scale=problem.scale,
-        layout=problem.layout,
-    )

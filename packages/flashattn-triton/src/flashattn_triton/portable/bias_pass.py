@@ -11,8 +11,7 @@ has a fixed order. The formulas and the legend are in :mod:`flashattn_triton.por
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.configs import Tiling
-from flashattn_triton.launch import Launch, Parameter, given_addresses, padded
+from flashattn_triton.launch import BackwardTensors, given_addresses, padded
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.launch import KernelInputs, tma_tiles
-from flashattn_triton.portable.options import BiasPassOptions
+from flashattn_triton.portable.launch import BiasPassOptions, KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.primitives import (
     added_of,
@@ -185,7 +183,7 @@ def bias_pass_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.options.BiasPassOptions
+    OPTIONS: tl.constexpr,  # portable.launch.BiasPassOptions
 ):
     """One tile of the gradient. Grid: query tiles · key tiles · heads · batch, those of the bias.
 
@@ -274,112 +272,78 @@ def bias_pass_kernel(
     tl.store(pointers, total.to(dB_ptr.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, kw_only=True)
 class BiasCall:
-    """The kernels on one kind of input: what their launches need, found out once."""
+    """The kernels on one kind of input: what their launches need, found out once.
 
-    preprocess: Launch
-    launch: Launch
-    statistics: Sequence[int]
+    They are planned for (B, H, N, ...) views, whose last strides are 1.
+    """
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        grad_out: Tensor,
-        grad_logsumexp: Tensor | None,
-        mask_and_bias: MaskAndBias,
-    ) -> Tensor:
+    def __init__(
+        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, mask_and_bias: MaskAndBias
+    ) -> None:
+        query, key, value, out, _, grad_out, grad_logsumexp = tensors
+        bias = mask_and_bias.bias
+        assert bias is not None
+        batch, heads, n_queries, head_dim = query.shape
+        n_keys, dtype = key.shape[2], query.dtype
+        # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By
+        # the TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
+        multiple = max(tiling.query_pass.queries, ROWS)
+        inputs = KernelInputs(
+            query=query,
+            key=key,
+            value=value,
+            problem=problem,
+            mask_and_bias=mask_and_bias,
+            grad_out=grad_out,
+            n_padded=-(-n_queries // multiple) * multiple,
+        )
+        use_tma = dtype.itemsize == 2 and tiling.query_pass.use_tma and inputs.readable_by_tma
+        stages = 2 if use_tma and max(head_dim, value.shape[3]) <= 64 else 1
+        tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
+        if use_tma:
+            tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
+        own_batch, own_heads, own_queries, own_keys = bias.shape
+        options = inputs.options(
+            BiasPassOptions,
+            bias_pass_kernel,
+            tiles,
+            columns=min(
+                _BYTES_OF_COLUMNS // dtype.itemsize,
+                *(padded(x.shape[3], dtype) for x in (query, value)),
+            ),
+            shared_by_queries=own_queries < n_queries,
+            shared_by_keys=own_keys < n_keys,
+        )
+        rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
+        columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
+        self.launch = inputs.launch(
+            bias_pass_kernel,
+            tiles,
+            options,
+            {"statistics_ptr": torch.float32, "dB_ptr": bias.dtype},
+            {
+                "OWN_HEADS": own_heads,
+                "SHARING_BATCHES": batch // own_batch,
+                "SHARING_HEADS": heads // own_heads,
+            },
+            programs=rows * columns * own_heads * own_batch,
+            walked=("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"),
+        )
+        self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
+        self.statistics = (batch * heads, 2, inputs.n_padded)
+
+    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
         """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""
         bias = mask_and_bias.bias
         assert bias is not None
-        statistics = query.new_empty(self.statistics, dtype=torch.float32)
+        statistics = tensors[0].new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
-        read = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
         addresses = {
-            **backward_addresses(read, statistics),
+            **backward_addresses(tensors, statistics),
             "dB_ptr": gradient.data_ptr(),
             **given_addresses(None, mask_and_bias),
         }
         self.preprocess(addresses)
         self.launch(addresses)
         return gradient
-
-
-def bias_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    grad_out: Tensor,
-    grad_logsumexp: Tensor | None,
-    problem: Problem,
-    tiling: Tiling,
-    mask_and_bias: MaskAndBias,
-) -> BiasCall:
-    """The call for inputs of these shapes, strides and types; their last stride is 1."""
-    bias = mask_and_bias.bias
-    assert bias is not None
-    batch, heads, n_queries, head_dim = query.shape
-    n_keys, dtype = key.shape[2], query.dtype
-    # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By the
-    # TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
-    multiple = max(tiling.query_pass.queries, ROWS)
-    inputs = KernelInputs(
-        query=query,
-        key=key,
-        value=value,
-        problem=problem,
-        mask_and_bias=mask_and_bias,
-        grad_out=grad_out,
-        n_padded=-(-n_queries // multiple) * multiple,
-    )
-    use_tma = dtype.itemsize == 2 and tiling.query_pass.use_tma and inputs.readable_by_tma
-    stages = 2 if use_tma and max(head_dim, value.shape[3]) <= 64 else 1
-    tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
-    if use_tma:
-        tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
-    own_batch, own_heads, own_queries, own_keys = bias.shape
-    options = inputs.options(
-        BiasPassOptions,
-        bias_pass_kernel,
-        tiles,
-        columns=min(
-            _BYTES_OF_COLUMNS // dtype.itemsize,
-            *(padded(x.shape[3], dtype) for x in (query, value)),
-        ),
-        shared_by_queries=own_queries < n_queries,
-        shared_by_keys=own_keys < n_keys,
-    )
-    rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
-    columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
-    parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), dtype),
-        "statistics_ptr": torch.float32,
-        "dB_ptr": bias.dtype,
-    }
-    if use_tma:
-        parameters |= {
-            "Q_ptr": tma_tiles(query, tiles.queries),
-            "K_ptr": tma_tiles(key, tiles.keys),
-            "V_ptr": tma_tiles(value, tiles.keys),
-            "dO_ptr": tma_tiles(grad_out, tiles.queries),
-        }
-    launch = inputs.launch(
-        bias_pass_kernel,
-        tiles,
-        options,
-        parameters,
-        {
-            "OWN_HEADS": own_heads,
-            "SHARING_BATCHES": batch // own_batch,
-            "SHARING_HEADS": heads // own_heads,
-        },
-        programs=rows * columns * own_heads * own_batch,
-    )
-    preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
-    statistics = (batch * heads, 2, inputs.n_padded)
-    return BiasCall(preprocess=preprocess, launch=launch, statistics=statistics)

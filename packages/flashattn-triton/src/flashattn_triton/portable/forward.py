@@ -19,8 +19,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -28,20 +26,17 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
-    Launch,
     Layout,
     Packing,
-    Parameter,
     can_use_tma,
-    empty_output,
     empty_row_statistic,
     given_addresses,
     in_layout,
+    planned_output,
     tile_view,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.launch import KernelInputs, tma_tiles
-from flashattn_triton.portable.options import ForwardOptions
+from flashattn_triton.portable.launch import ForwardOptions, KernelInputs
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
@@ -61,6 +56,7 @@ from flashattn_triton.primitives import (
     tile_of_program,
 )
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
 
 
 @triton.jit
@@ -127,13 +123,8 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "stride_lb",
-        "stride_lh",
-        "N_QUERIES",
-        "N_KEYS",
-        "N_HEADS",
-        "window_left",
-        "window_right",
+        *("stride_lb", "stride_lh", "N_QUERIES", "N_KEYS", "N_HEADS"),
+        *("window_left", "window_right"),
     ]
 )
 def flash_forward_kernel(
@@ -179,7 +170,7 @@ def flash_forward_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.options.ForwardOptions
+    OPTIONS: tl.constexpr,  # portable.launch.ForwardOptions
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
 
@@ -262,23 +253,68 @@ def flash_forward_kernel(
     tl.store(L_ptr + queries, logsumexp, mask=queries < N_QUERIES)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ForwardCall:
-    """The forward kernel on one kind of input: what its launch needs, found out once."""
+    """The forward kernel on one kind of input: what its launch needs, found out once.
 
-    launch: Launch
-    out: Layout
-    logsumexp: Layout
+    It is planned for (B, H, N, D) views, whose last strides are 1; of a packed batch B is 1. It
+    takes tensors as callers have them.
+    """
 
-    def __call__(
+    def __init__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        problem: Problem,
+        tiles: Tiles,
+        packing: Packing | None = None,
+        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    ) -> None:
+        out = planned_output(query, value.shape[3], problem.out_dtype)
+        logsumexp = empty_row_statistic(out)
+        inputs = KernelInputs(
+            query=query,
+            key=key,
+            value=value,
+            problem=problem,
+            mask_and_bias=mask_and_bias,
+            packing=packing,
+            results={"o": out.stride(), "l": logsumexp.stride()},
+        )
+        bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
+        use_tma = tiles.use_tma and inputs.readable_by_tma
+        bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
+        options = inputs.options(
+            ForwardOptions,
+            flash_forward_kernel,
+            tiles,
+            bias_tma=bias_tma,
+            has_sinks=mask_and_bias.sinks is not None,
+            negative_scale=problem.scale < 0,
+            largest_only=problem.largest_only,
+        )
+        parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
+        if bias is not None and bias_tma:
+            strides = [stride or 0 for stride in mask_and_bias.bias_strides]
+            full = (*query.shape[:2], *scores)
+            own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
+            block = [1, 1, tiles.queries, tiles.keys]
+            parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
+        self.launch = inputs.launch(
+            flash_forward_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr")
+        )
+        none: Layout = ((0,), (1,), out.dtype)
+        self.out = none if problem.largest_only else in_layout(out, problem.layout)
+        self.logsumexp = in_layout(logsumexp, problem.layout)
+
+    def __call__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
         packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1."""
+        query, key, value = tensors
         out, logsumexp = (
             query.new_empty_strided(shape, strides, dtype=dtype)
             for shape, strides, dtype in (self.out, self.logsumexp)
@@ -291,79 +327,5 @@ class ForwardCall:
             "L_ptr": logsumexp.data_ptr(),
             **given_addresses(packing, mask_and_bias),
         }
-        if mask_and_bias.sinks is not None:
-            addresses["sinks_ptr"] = mask_and_bias.sinks.data_ptr()
         self.launch(addresses)
         return out, logsumexp
-
-
-def forward_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    problem: Problem,
-    tiles: Tiles,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> ForwardCall:
-    """The call for views of these shapes, strides and types, whose last stride is 1.
-
-    It takes tensors as callers have them.
-
-    Args:
-        query: (B, H, N_q, D), or (1, H, T_q, D) of a packed batch; fp16, bf16 or fp32.
-        key: (B, G, N_k, D), or (1, G, T_k, D).
-        value: (B, G, N_k, E), or (1, G, T_k, E).
-        problem: mask, scale and soft-cap.
-        tiles: the kernel's shape.
-        packing: where packed sequences start; None for a dense batch.
-        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks, as :func:`resolve_mask_and_bias`
-            returns them.
-    """
-    dtype = query.dtype
-    like = torch.empty_strided(query.shape, query.stride(), dtype=dtype, device="meta")
-    out = empty_output(like, value.shape[3], problem.out_dtype)
-    logsumexp = empty_row_statistic(like)
-    inputs = KernelInputs(
-        query=query,
-        key=key,
-        value=value,
-        problem=problem,
-        mask_and_bias=mask_and_bias,
-        packing=packing,
-        results={"o": out.stride(), "l": logsumexp.stride()},
-    )
-    bias, sinks, scores = mask_and_bias.bias, mask_and_bias.sinks, (query.shape[2], key.shape[2])
-    use_tma = tiles.use_tma and inputs.readable_by_tma
-    bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-    options = inputs.options(
-        ForwardOptions,
-        flash_forward_kernel,
-        tiles,
-        bias_tma=bias_tma,
-        has_sinks=sinks is not None,
-        negative_scale=problem.scale < 0,
-        largest_only=problem.largest_only,
-    )
-    parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr"), dtype),
-        "O_ptr": out.dtype,
-        "L_ptr": torch.float32,
-        "sinks_ptr": None if sinks is None else sinks.dtype,
-    }
-    if use_tma:
-        parameters["K_ptr"] = tma_tiles(key, tiles.keys)
-        parameters["V_ptr"] = tma_tiles(value, tiles.keys)
-    if bias is not None and bias_tma:
-        strides = [stride or 0 for stride in mask_and_bias.specialization.bias_strides]
-        full = (*query.shape[:2], *scores)
-        own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
-        block = [1, 1, tiles.queries, tiles.keys]
-        parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
-    layout = problem.layout
-    none: Layout = ((0,), (1,), out.dtype)
-    return ForwardCall(
-        launch=inputs.launch(flash_forward_kernel, tiles, options, parameters),
-        out=none if problem.largest_only else in_layout(out, layout),
-        logsumexp=in_layout(logsumexp, layout),
-    )

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Parameter, tile_view, tiles_of_head
-from flashattn_triton.portable.launch import KernelInputs, tma_tiles
-from flashattn_triton.portable.options import KeyPassOptions
+from flashattn_triton.launch import Launch, tile_view, tiles_of_head
+from flashattn_triton.portable.launch import KernelInputs, KeyPassOptions
 from flashattn_triton.primitives import (
     added_of,
     dot,
@@ -30,6 +29,7 @@ from flashattn_triton.primitives import (
     tile_of_program,
     tma_reload,
 )
+from flashattn_triton.triton_versions import Parameter
 
 # How the key pass adds its part of dQ: not at all, by fp32 atomic additions, or by the TMA's
 # reductions of whole tiles (sm_90 and later).
@@ -177,7 +177,7 @@ def key_pass_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.options.KeyPassOptions
+    OPTIONS: tl.constexpr,  # portable.launch.KeyPassOptions
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
 
@@ -277,18 +277,12 @@ def key_pass_kernel(
 
 
 def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -> Launch:
-    """The launch of the kernel.
+    """The launch of the kernel on one kind of input.
 
-    Args:
-        inputs: shapes, strides and problem.
-        tiles: the kernel's shape.
-        dq_mode: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
+    ``dq_mode``: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
     """
-    query, grad_out = inputs.query, inputs.grad_out
-    assert grad_out is not None
     fp32 = torch.float32
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), query.dtype),
         **dict.fromkeys(("dQ_ptr", "dK_ptr", "dV_ptr"), inputs.gradient_dtype),
         "statistics_ptr": fp32,
     }
@@ -298,10 +292,7 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
     # does not wait for a load through pointers until it needs the values.
     use_tma = tiles.use_tma and inputs.readable_by_tma
     statistics_by_tma = use_tma and tiles.stages > 1
-    batch, heads, n_queries, _ = query.shape
-    if use_tma:
-        parameters["Q_ptr"] = tma_tiles(query, tiles.queries)
-        parameters["dO_ptr"] = tma_tiles(grad_out, tiles.queries)
+    batch, heads, n_queries, _ = inputs.query.shape
     if statistics_by_tma:
         rows = [2 * batch * heads, inputs.n_padded]
         parameters["statistics_ptr"] = tile_view(rows, [rows[1], 1], [1, tiles.queries], fp32)
@@ -320,4 +311,7 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
         dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
     kv_heads = inputs.key.shape[1]
     programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
-    return inputs.launch(key_pass_kernel, tiles, options, parameters, programs=programs, dq=dq)
+    return inputs.launch(
+        key_pass_kernel, tiles, options, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
+        dq=dq,
+    )  # fmt: skip

@@ -1,11 +1,15 @@
-"""How tensors of one kind become launches of the portable kernels.
+"""How tensors of one kind become launches of the portable kernels, and their compile-time options.
 
 Kernels name the same things alike: a launch looks up which of them its kernel has parameters for.
+
+Options are one object, which is one parameter of a kernel. In a kernel an attribute of it is a
+Python number or string. Where Triton 3.6 wants a ``constexpr`` (shapes, ranges, strings as
+arguments), kernels bind the attribute to a ``tl.constexpr`` name first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,31 +22,95 @@ from flashattn_triton.launch import (
     Launch,
     Number,
     Packing,
-    Parameter,
     Strides,
-    TileView,
     can_use_tma,
     dot_precision,
     given_parameters,
     is_wide,
     option_numbers,
-    outer,
     padded,
-    register_limit,
+    register_limit_of_alibi,
     stride_numbers,
     tile_view,
     tiles_of_head,
 )
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.options import KernelOptions
 from flashattn_triton.problem import Problem
+from flashattn_triton.triton_versions import Parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """What every kernel and its functions are specialised on, besides D, tiles and ``is_causal``.
+
+    e: head_dim of value.
+    d_padded: and ``e_padded``: the powers of two at which D and E are computed.
+    packed: sequences are packed. bottom_right: the last query's diagonal ends at the last key.
+    has_left: no query sees a key more than a window before its diagonal.
+    alibi: 0 without slopes, ``primitives.CAUSAL_ALIBI`` where no key behind the diagonal is seen,
+        else 1.
+    has_mask: some keys are hidden from all queries, by a mask (B, N_k).
+    wide: rows of one tile can be more than 2^31 elements apart.
+    precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
+    interpreted: Triton's interpreter runs the kernel.
+    use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
+    adds: gradients are added to what is in memory, in fp32.
+    """
+
+    e: int
+    d_padded: int
+    e_padded: int
+    packed: bool
+    bottom_right: bool
+    has_left: bool
+    has_softcap: bool
+    has_prefix: bool
+    alibi: int
+    has_bias: bool
+    has_mask: bool
+    wide: bool
+    precision: str
+    interpreted: bool
+    use_tma: bool
+    bias_tma: bool = False
+    adds: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions(KernelOptions):
+    """Of the forward kernel. largest_only: it computes each query's largest score alone."""
+
+    has_sinks: bool
+    largest_only: bool
+    negative_scale: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyPassOptions(KernelOptions):
+    """Of the key pass; see ``key_pass``.
+
+    dq_mode: how it adds its part of dQ. statistics_by_tma: from a descriptor.
+    """
+
+    dq_mode: int
+    statistics_by_tma: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasPassOptions(KernelOptions):
+    """Of the bias pass.
+
+    columns: of operands that are multiplied at a time.
+    shared_by_queries: the bias has one row for all queries.
+    shared_by_keys: the bias has one column for all keys.
+    """
+
+    columns: int
+    shared_by_queries: bool
+    shared_by_keys: bool
+
 
 _Options = TypeVar("_Options", bound=KernelOptions)
-
-
-def tma_tiles(x: Tensor, rows: int) -> TileView:
-    """Tiles of so many rows of a (B, H, N, D) tensor, as wide as kernels compute them."""
-    return tile_view(x.shape, x.stride(), [1, 1, rows, padded(x.shape[3], x.dtype)], x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +165,9 @@ class KernelInputs:
         ``kind`` has, and options that are not as most launches have them.
         """
         left, right = self.problem.band
-        specialization, dtype = self.mask_and_bias.specialization, self.query.dtype
-        one_sided = right is not None and right <= 0 and not specialization.prefix
+        given, dtype = self.mask_and_bias, self.query.dtype
+        has_prefix = given.prefix_lengths is not None
+        one_sided = right is not None and right <= 0 and not has_prefix
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
         return kind(
             e=value_dim,
@@ -108,10 +177,10 @@ class KernelInputs:
             bottom_right=self.problem.bottom_right,
             has_left=left is not None,
             has_softcap=self.problem.softcap is not None,
-            has_prefix=specialization.prefix,
-            alibi=specialization.alibi and 1 + one_sided,
-            has_bias=specialization.bias_strides[0] is not None,
-            has_mask=specialization.mask,
+            has_prefix=has_prefix,
+            alibi=0 if given.alibi_slopes is None else 1 + one_sided,
+            has_bias=given.bias is not None,
+            has_mask=given.mask is not None,
             wide=is_wide(*self.strides.values()),
             precision=dot_precision(dtype),
             interpreted=not isinstance(kernel, triton.JITFunction),
@@ -119,6 +188,21 @@ class KernelInputs:
             adds=self.adds,
             **others,
         )
+
+    def _operands(self, tiles: Tiles, by_tma: Collection[str]) -> dict[str, Parameter]:
+        """The kernels' parameters for inputs and dO, tiles of those that the TMA loads."""
+        operands: dict[str, Parameter] = {}
+        for name, x, rows in (
+            ("Q_ptr", self.query, tiles.queries),
+            ("K_ptr", self.key, tiles.keys),
+            ("V_ptr", self.value, tiles.keys),
+            ("dO_ptr", self.grad_out, tiles.queries),
+        ):
+            operands[name] = self.query.dtype
+            if x is not None and name in by_tma:
+                block = [1, 1, rows, padded(x.shape[3], x.dtype)]
+                operands[name] = tile_view(x.shape, x.stride(), block, x.dtype)
+        return operands
 
     def launch(
         self,
@@ -128,27 +212,33 @@ class KernelInputs:
         parameters: Mapping[str, Parameter],
         numbers: Mapping[str, Number] | None = None,
         programs: int | None = None,
+        *,
+        walked: Collection[str],
         **strides: Strides,
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options.
 
-        ``parameters``: its tensors, but for those of ``packing`` and most of ``mask_and_bias``.
-        ``numbers``: its arguments that no other kernel has. ``programs``: the grid; None if each
-        program owns a tile of one head's queries. ``strides`` take the place of ``results`` of the
-        same names.
+        ``parameters``: its tensors besides inputs, ``grad_out`` and most of those of ``packing``
+        and ``mask_and_bias``. ``numbers``: its arguments that no other kernel has. ``programs``:
+        the grid; None if each program owns a tile of one head's queries. ``walked``: inputs that
+        the TMA loads if ``options.use_tma``. ``strides`` take the place of ``results`` of the same
+        names.
         """
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
-        specialization, registers = self.mask_and_bias.specialization, None
+        registers = None
         if programs is None:
             programs = tiles_of_head(self.query.shape, tiles.queries, self.packing) * heads
-            width = max(head_dim, options.e)
-            registers = register_limit(specialization, tiles, self.query.dtype, width)
-        packed = self.packing is not None
-        outer_strides = {n: outer(s, packed) for n, s in {**self.strides, **strides}.items()}
+            if self.mask_and_bias.alibi_slopes is not None:
+                width = max(head_dim, options.e)
+                registers = register_limit_of_alibi(tiles, self.query.dtype, width)
+        outer = {name: stride[:3] for name, stride in {**self.strides, **strides}.items()}
+        if self.packing is not None:  # sequences start where it says
+            outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
+        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
         known = set(kernel.arg_names)
         every: dict[str, Number] = {
-            **stride_numbers(**outer_strides),
-            **specialization.numbers,
+            **stride_numbers(**outer),
+            **dict(zip(names, self.mask_and_bias.bias_strides, strict=True)),
             "N_PADDED": self.n_padded,
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
@@ -158,7 +248,8 @@ class KernelInputs:
             **option_numbers(self.problem),
             **(numbers or {}),
         }
-        given = given_parameters(self.packing, self.mask_and_bias)
+        given = self._operands(tiles, walked if options.use_tma else ())
+        given |= given_parameters(self.packing, self.mask_and_bias)
         return Launch(
             kernel,
             self.query.device,

@@ -5,19 +5,19 @@
     delta = rowsum(O ∘ dO) - dL
 
 With the logsumexp L of a row, a sink s has the share exp(s - L) of its softmax and the value 0, so
-its gradient is ds = Σ exp(s - L) · (0 - delta), over the rows of a head.
+its gradient is ds = Σ exp(s - L) · (0 - delta), over the rows of a head. Each program sums the rows
+of a tile, and PyTorch sums the tiles, so that every sum has a fixed order.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashattn_triton.launch import Launch, padded, stride_numbers
+from flashattn_triton.launch import BackwardTensors, Launch, padded, stride_numbers
+from flashattn_triton.mask_and_bias import MaskAndBias
 from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
 
 ROWS = 64  # of one program
@@ -150,14 +150,35 @@ def preprocess_launch(
     )
 
 
-def backward_addresses(tensors: Sequence[Tensor | None], statistics: Tensor) -> dict[str, int]:
+def backward_addresses(
+    tensors: BackwardTensors, statistics: Tensor | None = None
+) -> dict[str, int]:
     """Addresses of what the kernels of a backward pass read, by the names of their parameters.
 
-    Args:
-        tensors: query, key, value, out, logsumexp, grad_out and grad_logsumexp.
-        statistics: (B · H, 2, n_padded) fp32, which the preprocess kernel writes first.
+    ``statistics``: (B · H, 2, n_padded) fp32, which the preprocess kernel writes first.
     """
-    names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "L_ptr", "dO_ptr", "dL_ptr")
-    given = zip(names, tensors, strict=True)
-    addresses = {name: x.data_ptr() for name, x in given if x is not None}
-    return {**addresses, "statistics_ptr": statistics.data_ptr()}
+    names = ("Q_ptr", "K_ptr", "V_ptr", "O_ptr", "L_ptr", "dO_ptr", "dL_ptr", "statistics_ptr")
+    given = zip(names, (*tensors, statistics), strict=True)
+    return {name: x.data_ptr() for name, x in given if x is not None}
+
+
+class SinksCall:
+    """The kernel for the gradient of sinks: what its launch needs, found out once, for both tiers.
+
+    It is planned for (B, H, N, ...) views, whose last strides are 1.
+    """
+
+    def __init__(self, tensors: BackwardTensors, sinks: Tensor) -> None:
+        _, _, _, out, _, grad_out, grad_logsumexp = tensors
+        batch, heads, n_queries, _ = out.shape
+        self.launch = preprocess_launch(out, grad_out, grad_logsumexp, sinks=sinks)
+        self.sums = (batch, heads, -(-n_queries // ROWS))
+
+    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+        """The gradient of sinks, summed in fp32."""
+        sinks = mask_and_bias.sinks
+        assert sinks is not None
+        sums = sinks.new_empty(self.sums, dtype=torch.float32)
+        addresses = {"sinks_ptr": sinks.data_ptr(), "sums_ptr": sums.data_ptr()}
+        self.launch({**backward_addresses(tensors), **addresses})
+        return sums.sum((0, 2)).to(sinks.dtype)

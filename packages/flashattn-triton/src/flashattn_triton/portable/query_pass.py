@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, Parameter
-from flashattn_triton.portable.launch import KernelInputs, tma_tiles
-from flashattn_triton.portable.options import KernelOptions
+from flashattn_triton.launch import Launch
+from flashattn_triton.portable.launch import KernelInputs, KernelOptions
 from flashattn_triton.primitives import (
     added_of,
     dot,
@@ -31,6 +30,7 @@ from flashattn_triton.primitives import (
     tile_of_program,
     tma_reload,
 )
+from flashattn_triton.triton_versions import Parameter
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def query_pass_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.options.KernelOptions
+    OPTIONS: tl.constexpr,  # portable.launch.KernelOptions
 ):
     """dQ of one query tile of one head; the same walk over keys as the forward kernel."""
     tile, own, other = tile_of_program(
@@ -198,11 +198,7 @@ def query_pass_launch(inputs: KernelInputs, tiles: Tiles) -> Launch:
     """The launch of the kernel on one kind of input."""
     options = inputs.options(KernelOptions, query_pass_kernel, tiles)
     parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"), inputs.query.dtype),
         "dQ_ptr": inputs.gradient_dtype,
         "statistics_ptr": torch.float32,
     }
-    if options.use_tma:
-        parameters["K_ptr"] = tma_tiles(inputs.key, tiles.keys)
-        parameters["V_ptr"] = tma_tiles(inputs.value, tiles.keys)
-    return inputs.launch(query_pass_kernel, tiles, options, parameters)
+    return inputs.launch(query_pass_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr"))
