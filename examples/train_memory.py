@@ -19,8 +19,8 @@ GIB = 2**30
 RESERVED = 3 * GIB
 #: What ``ddp_lite.peer.PeerMemory`` takes for copies between GPUs.
 SHARED_MEMORY = GIB / 2
-#: At most what cuBLAS keeps on a GPU: 64 MiB for each stream with products of matrices.
-WORKSPACES = GIB / 2
+#: At most what cuBLAS keeps on a GPU, 64 MiB for each stream with products of matrices, and graphs.
+WORKSPACES = 3 * GIB / 4
 
 
 @dataclass(frozen=True, kw_only=True)
