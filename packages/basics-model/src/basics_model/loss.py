@@ -85,22 +85,6 @@ def linear_cross_entropy(
         return apply(rows, weight, targets.flatten(), dtype, chunk_tokens, wanted)
 
 
-def _loss_of(
-    logits: Tensor, targets: Tensor, accumulated: torch.dtype, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of logits (chunk, V), and its gradient in their dtype if it is wanted."""
-    chosen = targets.unsqueeze(1)
-    log_p = logits.to(accumulated).log_softmax(1)
-    log_p_chosen = log_p.gather(1, chosen)
-    loss = -log_p_chosen.sum()
-    if not wanted:
-        return loss, None
-    # Each pass over the logits counts: exp writes the narrow dtype itself, and p - 1 is computed
-    # for the targets alone, in the wide one, where p may be close to 1.
-    grad = torch.exp(log_p, out=logits)
-    return loss, grad.scatter_(1, chosen, (log_p_chosen.exp() - 1).to(grad.dtype))
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Chunks of :func:`linear_cross_entropy`, whose arguments are checked.
 
@@ -128,19 +112,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             rows = hidden[part].to(dtype)
-            loss, grad = _loss_of(rows @ narrow.T, targets[part], accumulated, any(wanted))
-            total += loss
-            if grad is None:
-                continue
-            if grad_hidden is not None:
-                grad_hidden[part] = grad @ narrow
-            if wanted[1]:
-                grad_chunk = grad.T @ rows
-                if grad_weight is None:
-                    grad_weight = grad_chunk.to(accumulated)
-                else:
-                    grad_weight += grad_chunk
-            del grad  # before the next chunk's logits
+            chosen = targets[part].unsqueeze(1)
+            logits = rows @ narrow.T  # (chunk, V)
+            log_p = logits.to(accumulated).log_softmax(1)
+            log_p_chosen = log_p.gather(1, chosen)
+            total -= log_p_chosen.sum()
+            if any(wanted):
+                # Each pass over the logits counts: exp takes their place in the narrow dtype, and
+                # p - 1 is computed for the targets alone, in the wide one, where p may be near 1.
+                grad = torch.exp(log_p, out=logits)
+                grad.scatter_(1, chosen, (log_p_chosen.exp() - 1).to(dtype))
+                if grad_hidden is not None:
+                    grad_hidden[part] = grad @ narrow
+                if wanted[1]:
+                    grad_chunk = grad.T @ rows
+                    if grad_weight is None:
+                        grad_weight = grad_chunk.to(accumulated)
+                    else:
+                        grad_weight += grad_chunk
+                del grad
+            del logits, log_p  # before the next chunk's are computed
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.n_targets = len(targets)
         ctx.dtypes = hidden.dtype, weight.dtype
