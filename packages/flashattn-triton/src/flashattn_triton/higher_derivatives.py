@@ -42,8 +42,7 @@ from flashattn_triton.mask_and_bias import (
     parts_of_batch,
 )
 from flashattn_triton.problem import Problem, as_given, heads_first
-from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
-from flashattn_triton.tiled import tiles
+from flashattn_triton.tiled import ScoreTiles, fold, tiles, unfold
 
 Tensors = Sequence[Tensor | None]
 Range = tuple[int, int]
@@ -134,7 +133,7 @@ def _parts(
 
 
 class _Part:
-    """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.score_tiles` says."""
+    """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.tiled` says."""
 
     def __init__(
         self,

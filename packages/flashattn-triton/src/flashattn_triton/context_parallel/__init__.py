@@ -8,9 +8,9 @@ from flashattn_triton.context_parallel.attention import (
     all_gather_attention,
     context_parallel_attention,
     explain,
+    largest_scores,
     ring_attention,
 )
-from flashattn_triton.context_parallel.largest_scores import largest_scores
 from flashattn_triton.context_parallel.tokens import shard_tokens, token_positions, unshard_tokens
 
 __all__ = [

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from flashattn_triton import score_maximum
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
-from flashattn_triton.context_parallel.choice import Way, choose, heads_of_piece
-from flashattn_triton.context_parallel.operator import context_forward, order_of_rank
+from flashattn_triton.context_parallel.agreement import lost_ranks_named
+from flashattn_triton.context_parallel.operator import context_forward, order_of_rank, setting_of
 from flashattn_triton.context_parallel.peer_memory import in_words
+from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
 from flashattn_triton.inputs import check_dense
 from flashattn_triton.mask_and_bias import check_sinks
@@ -149,6 +152,57 @@ def explain(
         calls = -(-heads // heads_of_piece(heads)) * len(order.calls(ranks.rank(), None, band))
         how = "by collectives"
     return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward; {how}"
+
+
+@torch.no_grad()
+def largest_scores(
+    query: Tensor, key: Tensor, group: Group = None, **keywords: Unpack[ContextKeywords]
+) -> Tensor:
+    """:func:`flashattn_triton.largest_scores` of sequences that are spread over ranks, for QK-clip.
+
+    Costs one product of queries and keys, and the gathering of the keys, a few heads at a time. All
+    ranks get the same result, so that they shrink the same heads. Collective.
+
+    The arguments are those of :func:`context_parallel_attention`; sinks are no scores, and
+    ``return_lse`` says nothing here.
+
+    Returns:
+        (H,) fp32, over the tokens of all ranks, equal on every rank; -inf where no query sees a
+        key.
+
+    Raises:
+        ValueError: an argument is not what is described above, or differs between ranks.
+        TypeError: not a tensor, or not a group.
+        RankLostError: a rank is lost, or does not come.
+    """
+    (q, k, _), problem, starts = packed_problem(query, key, key, **keywords)
+    ranks = ranks_of(group)
+    rows = 0 if problem.packed else len(query)
+    if ranks is None:
+        if starts is None:
+            starts = torch.arange(0, len(q) + 1, max(1, len(q) // max(1, rows)))
+        starts = starts.to(q.device)
+        return score_maximum.largest_scores(
+            q, k, cu_seqlens_q=starts, cu_seqlens_k=starts, scale=problem.scale,
+            softcap=problem.softcap, implementation=problem.implementation,
+            causal=problem.band[1] == 0, window=problem.window,
+        )  # fmt: skip
+    _, setting = setting_of(
+        "largest scores", q, k, k, None, starts, rows, "all-gather", ranks.group_name, "messages",
+        *problem.pack(),
+    )  # fmt: skip
+    found = q.new_full((q.shape[1],), float("-inf")).float()
+    for heads, (keys,) in gathered(setting, q, k):
+        for call in setting.calls(None):
+            starts_q, starts_k = call.starts(q.device)
+            part = score_maximum.largest_scores(
+                q[call.queries, heads], keys[call.keys], cu_seqlens_q=starts_q,
+                cu_seqlens_k=starts_k, **setting.options(call),
+            )  # fmt: skip
+            found[heads] = torch.maximum(found[heads], part)
+    with lost_ranks_named(ranks, "the maximum of the scores"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks)
+    return found
 
 
 def _attention(

@@ -21,8 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from flashattn_triton.context_parallel import schedules
 from flashattn_triton.context_parallel.agreement import agree
-from flashattn_triton.context_parallel.choice import choose
-from flashattn_triton.context_parallel.schedules import Results, Setting
+from flashattn_triton.context_parallel.schedules import Results, Setting, choose
 from flashattn_triton.context_parallel.tokens import order_of, starts_of, zigzag
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from flashattn_triton.logsumexp import sinks_gradient
