@@ -368,7 +368,7 @@ def _in_four_dimensions(
     q, k, _ = (heads_first(x, layout) for x in batch)
     lengths = (q.shape[2], k.shape[2])
     resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
-    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved.tensors
+    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved
     results = flash_attention(
         *batch, layout=layout, return_lse=True, alibi_slopes=alibi_slopes, bias=bias,
         prefix_lengths=prefix_lengths, mask=None if mask is None else mask[:, None, None, :] != 0,

@@ -75,16 +75,11 @@ def flash_attention_backward(
         grad_lse: like ``lse``, the gradient of the joined logsumexp, or None for zero.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, ``max_seqlen_q`` and
             ``max_seqlen_k`` as of :func:`~flashattn_triton.flash_attention_varlen`.
-        cu_seqlens_k: see ``cu_seqlens_q``.
-        max_seqlen_q: see ``cu_seqlens_q``.
-        max_seqlen_k: see ``cu_seqlens_q``.
         sinks: (H,), and ``grad_sinks``, to which their gradient is added: of all parts, so pass
             them with one part only. dQ, dK and dV know sinks by ``lse``.
         grad_sinks: (H,) fp32.
         alibi_slopes: as of :func:`~flashattn_triton.flash_attention`, as are ``prefix_lengths``,
             ``layout`` and the other keywords.
-        prefix_lengths: see ``alibi_slopes``.
-        layout: see ``alibi_slopes``.
 
     Raises:
         ValueError: a tensor or an option is not what is described above.

@@ -45,11 +45,8 @@ def largest_scores(
         key: (B, G, N_k, D), in the same layout.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, as of
             :func:`~flashattn_triton.flash_attention_varlen`.
-        cu_seqlens_k: see ``cu_seqlens_q``.
-        alibi_slopes: and the other arguments, as of :func:`~flashattn_triton.flash_attention`.
-        bias: not with ``cu_seqlens``.
-        prefix_lengths: see ``alibi_slopes``.
-        layout: see ``alibi_slopes``.
+        bias: and the other arguments, as of :func:`~flashattn_triton.flash_attention`; not with
+            ``cu_seqlens``.
 
     Returns:
         (H,) fp32; -inf for a head no query of which sees a key.

@@ -81,11 +81,7 @@ def context_parallel_attention(
             and their number; equal on all ranks. On a GPU, the host waits for it.
         scale: as of :func:`~flashattn_triton.flash_attention`, as are ``softcap``, ``layout``,
             ``deterministic`` and ``implementation``.
-        softcap: see ``scale``.
-        layout: see ``scale``.
         return_lse: also return the logsumexp.
-        deterministic: see ``scale``.
-        implementation: see ``scale``.
         communication: of a ring: "messages" are NCCL's or gloo's, "peer-copy" copies between GPUs
             of one host, which take nothing from the kernels beside them but need memory of their
             own: keys and values of a rank, and three times their gradients in fp32. "auto" copies

@@ -143,8 +143,7 @@ def token_positions(
 
     Args:
         length: of the sequence, over all ranks; None with ``cu_seqlens``.
-        group: as for :func:`shard_tokens`.
-        cu_seqlens: as for :func:`shard_tokens`.
+        group: as for :func:`shard_tokens`, as is ``cu_seqlens``.
         device: of the result.
 
     Returns:
@@ -176,8 +175,6 @@ def unshard_tokens(
         x: this rank's tokens in dimension ``dim``, of one shape and dtype on all ranks but for what
             :func:`shard_tokens` makes unequal.
         group: as for :func:`shard_tokens`, as are ``dim`` and ``cu_seqlens``.
-        dim: see ``group``.
-        cu_seqlens: see ``group``.
 
     Returns:
         The whole sequences, on every rank.
