@@ -299,7 +299,7 @@ def unpad_input(
     starts = F.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
-    return hidden_states.flatten(0, 1)[indices], indices, starts, longest, used
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, starts, longest, used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
