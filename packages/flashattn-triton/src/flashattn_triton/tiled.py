@@ -315,7 +315,11 @@ class ScoreTiles:
         sinks = self.mask_and_bias.sinks
         if sinks is None:
             return self.q.new_full((len(self.q), (end - start) * self.ratio), float("-inf"))
-        rows = sinks.to(self.q.dtype)[:, None].expand(self.batch, self.heads, end - start)
+        return self.of_heads(sinks, end - start)
+
+    def of_heads(self, x: Tensor, n_queries: int) -> Tensor:
+        """(H,) to (B·G, n_queries·R), one number for each row."""
+        rows = x.to(self.q.dtype)[:, None].expand(self.batch, self.heads, n_queries)
         return fold(rows, self.groups)
 
     def unfold_tile(self, tile: Tensor, queries: tuple[int, int]) -> Tensor:

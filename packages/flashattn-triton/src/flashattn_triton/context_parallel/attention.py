@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashattn_triton import score_maximum
+from flashattn_triton import attention
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.agreement import lost_ranks_named
 from flashattn_triton.context_parallel.operator import context_forward, order_of_rank, setting_of
@@ -135,8 +135,7 @@ def explain(
     ranks = ranks_of(group)
     if ranks is None:
         return "no other rank: one call of flash_attention"
-    (_, k, v), problem, starts = packed_problem(query, key, value, **keywords)
-    rows = 0 if problem.packed else len(query)
+    (_, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
     order = order_of_rank(ranks, len(k), rows, None if starts is None else starts_of(starts))
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
     choice = choose(order, band, heads, width, k.element_size())
@@ -171,14 +170,13 @@ def largest_scores(
         TypeError: not a tensor, or not a group.
         RankLostError: a rank is lost, or does not come.
     """
-    (q, k, _), problem, starts = packed_problem(query, key, key, **keywords)
+    (q, k, _), problem, starts, rows = packed_problem(query, key, key, **keywords)
     ranks = ranks_of(group)
-    rows = 0 if problem.packed else len(query)
     if ranks is None:
         if starts is None:
             starts = torch.arange(0, len(q) + 1, max(1, len(q) // max(1, rows)))
         starts = starts.to(q.device)
-        return score_maximum.largest_scores(
+        return attention.largest_scores(
             q, k, cu_seqlens_q=starts, cu_seqlens_k=starts, scale=problem.scale,
             softcap=problem.softcap, implementation=problem.implementation,
             causal=problem.band[1] == 0, window=problem.window,
@@ -191,7 +189,7 @@ def largest_scores(
     for heads, (keys,) in gathered(setting, q, k):
         for call in setting.calls(None):
             starts_q, starts_k = call.starts(q.device)
-            part = score_maximum.largest_scores(
+            part = attention.largest_scores(
                 q[call.queries, heads], keys[call.keys], cu_seqlens_q=starts_q,
                 cu_seqlens_k=starts_k, **setting.options(call),
             )  # fmt: skip
@@ -209,7 +207,7 @@ def _attention(
     group: Group,
     **keywords: Unpack[ContextKeywords],
 ) -> Any:
-    (q, k, v), problem, starts = packed_problem(query, key, value, **keywords)
+    (q, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
     ranks = ranks_of(group)
     if ranks is None:
         options: dict[str, Any] = {"layout": None, **keywords}
@@ -222,7 +220,6 @@ def _attention(
         del options["layout"]
         starts = starts.to(query.device)
         return flash_attention_varlen(query, key, value, starts, starts, **options)
-    rows = 0 if problem.packed else len(query)
     out, lse = context_forward(
         q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
         keywords.get("communication", "auto"), *problem.pack(),
@@ -245,8 +242,10 @@ def packed_problem(
     return_lse: bool = False,
     communication: Communication = "auto",
     **options: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None]:
-    """Query, key and value as (tokens, heads, head_dim), what is asked for, and starts on the CPU.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None, int]:
+    """Query, key and value as (tokens, heads, head_dim), what is asked for, and sequences.
+
+    Of those, starts on the CPU, or None and how many there are of one length.
 
     Raises:
         ValueError: attention of a rank's tokens to themselves is not defined.
@@ -286,6 +285,7 @@ def packed_problem(
         )
     if sinks is not None:
         check_sinks(sinks, q.shape[1], q.device)
-    if not problem.packed:
-        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return (query, key, value), problem, starts
+    if problem.packed:
+        return (query, key, value), problem, starts, 0
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return (query, key, value), problem, None, len(q)

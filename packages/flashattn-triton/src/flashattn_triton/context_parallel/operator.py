@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashattn_triton.context_parallel import schedules
 from flashattn_triton.context_parallel.agreement import agree
 from flashattn_triton.context_parallel.schedules import Results, Setting, choose
-from flashattn_triton.context_parallel.tokens import order_of, starts_of, zigzag
+from flashattn_triton.context_parallel.tokens import check_own_tokens, order_of, starts_of, zigzag
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.op import NUMBERS
@@ -132,12 +132,7 @@ def order_of_rank(
         order_of(ranks, length, None)
         return zigzag(ranks.size(), tuple(range(0, rows * length + 1, length)))
     order = zigzag(ranks.size(), starts)
-    expected = order.length(ranks.rank())
-    if n != expected:
-        raise ValueError(
-            f"query must have the {expected} tokens of rank {ranks.rank()}, but got {n}. Pass what "
-            f"shard_tokens returns with the same cu_seqlens."
-        )
+    check_own_tokens("query", n, order, ranks.rank())
     return order
 
 

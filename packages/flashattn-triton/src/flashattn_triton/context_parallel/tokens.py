@@ -97,6 +97,16 @@ def order_of(
     return zigzag(group.size(), (0, length))
 
 
+def check_own_tokens(name: str, n: int, order: Zigzag, rank: int) -> None:
+    """Raises ``ValueError`` unless ``n`` is the number of tokens of ``rank``."""
+    expected = order.length(rank)
+    if n != expected:
+        raise ValueError(
+            f"{name} must have the {expected} tokens of rank {rank}, but got {n}. Pass what "
+            f"shard_tokens returns with the same cu_seqlens, or its like."
+        )
+
+
 def shard_tokens(
     x: Tensor,
     group: Group = None,
@@ -194,9 +204,5 @@ def unshard_tokens(
         )
     length = x.shape[dim] * ranks.size() if cu_seqlens is None else starts_of(cu_seqlens)[-1]
     order = order_of(ranks, length, cu_seqlens)
-    if x.shape[dim] != order.length(ranks.rank()):
-        raise ValueError(
-            f"x must have the {order.length(ranks.rank())} tokens of rank {ranks.rank()}, but got "
-            f"{x.shape[dim]}. Pass what shard_tokens returned, or its like."
-        )
+    check_own_tokens("x", x.shape[dim], order, ranks.rank())
     return gather(ranks, order, x.movedim(dim, 0)).wait().movedim(0, dim)
