@@ -269,15 +269,11 @@ def flash_attention_varlen(
         alibi_slopes: (H,) or (sequences, H) fp32 constants.
         prefix_lengths: (sequences,) integers.
 
-    The other arguments are those of :func:`flash_attention`. There is no bias, whose elements are
-    pairs of a query and a key: attend to such sequences one by one, or padded.
+    The other arguments, and the errors, are those of :func:`flash_attention`. There is no bias,
+    whose elements are pairs of a query and a key: attend to such sequences one by one, or padded.
 
     Returns:
         Output (T_q, H, E); with ``return_lse`` also the logsumexp, (H, T_q) fp32.
-
-    Raises:
-        ValueError: an argument is not what is described above.
-        TypeError: an input is not a tensor, or an argument has another library's name.
     """
     normalise_flag("return_lse", return_lse)
     for x in (query, key, value, cu_seqlens_q, cu_seqlens_k):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, Problem
+from flashattn_triton.problem import DTYPES, Problem, heads_first
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -231,7 +231,5 @@ def check_inputs(
         assert cu_seqlens_q is not None
         assert cu_seqlens_k is not None
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
-    elif problem.layout == "bshd" and query.dim() == key.dim() == value.dim() == 4:
-        check_dense(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     else:
-        check_dense(query, key, value)
+        check_dense(*(heads_first(x, problem.layout) for x in (query, key, value)))

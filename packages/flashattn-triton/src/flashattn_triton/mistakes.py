@@ -95,6 +95,12 @@ _ELSEWHERE = {
 }
 
 
+_OF_PACKED_ROWS = {
+    "document_ids": "Pass documents as rows of their own.",
+    "key_lengths": "Hide the keys behind the lengths by a mask instead.",
+}
+
+
 def refuse_with_packed_rows(packed: str, **tensors: object) -> None:
     """Raises ``ValueError`` for an argument that has no meaning where rows are packed.
 
@@ -102,12 +108,10 @@ def refuse_with_packed_rows(packed: str, **tensors: object) -> None:
     """
     for name, x in tensors.items():
         if x is not None:
-            remedy = (
-                "Pass documents as rows of their own."
-                if packed == "document_ids"
-                else "Hide the keys behind the lengths by a mask instead."
+            raise ValueError(
+                f"{name} must be None where {packed} are given, but got one. "
+                f"{_OF_PACKED_ROWS[packed]}"
             )
-            raise ValueError(f"{name} must be None where {packed} are given, but got one. {remedy}")
 
 
 def refuse_unknown(function: str, allowed: Collection[str], given: Mapping[str, Any]) -> None:

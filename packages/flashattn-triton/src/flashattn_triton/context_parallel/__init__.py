@@ -3,7 +3,6 @@
 ``flashattn_triton`` does not import this, and so not ``torch.distributed``.
 """
 
-from flashattn_triton.context_parallel.agreement import RankLostError
 from flashattn_triton.context_parallel.attention import (
     all_gather_attention,
     context_parallel_attention,
@@ -11,6 +10,7 @@ from flashattn_triton.context_parallel.attention import (
     largest_scores,
     ring_attention,
 )
+from flashattn_triton.context_parallel.communication import RankLostError
 from flashattn_triton.context_parallel.tokens import shard_tokens, token_positions, unshard_tokens
 
 __all__ = [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashattn_triton import attention
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
-from flashattn_triton.context_parallel.agreement import lost_ranks_named
+from flashattn_triton.context_parallel.communication import lost_ranks_named
 from flashattn_triton.context_parallel.operator import context_forward, order_of_rank, setting_of
 from flashattn_triton.context_parallel.peer_memory import in_words
 from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
@@ -158,17 +158,12 @@ def largest_scores(
     Costs one product of queries and keys, and the gathering of the keys, a few heads at a time. All
     ranks get the same result, so that they shrink the same heads. Collective.
 
-    The arguments are those of :func:`context_parallel_attention`; sinks are no scores, and
-    ``return_lse`` says nothing here.
+    The arguments, and the errors, are those of :func:`context_parallel_attention`; sinks are no
+    scores, and ``return_lse`` says nothing here.
 
     Returns:
         (H,) fp32, over the tokens of all ranks, equal on every rank; -inf where no query sees a
         key.
-
-    Raises:
-        ValueError: an argument is not what is described above, or differs between ranks.
-        TypeError: not a tensor, or not a group.
-        RankLostError: a rank is lost, or does not come.
     """
     (q, k, _), problem, starts, rows = packed_problem(query, key, key, **keywords)
     ranks = ranks_of(group)

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from flashattn_triton.context_parallel import schedules
-from flashattn_triton.context_parallel.agreement import agree
+from flashattn_triton.context_parallel.communication import agree
 from flashattn_triton.context_parallel.schedules import Results, Setting, choose
 from flashattn_triton.context_parallel.tokens import check_own_tokens, order_of, starts_of, zigzag
 from flashattn_triton.context_parallel.zigzag import Zigzag
