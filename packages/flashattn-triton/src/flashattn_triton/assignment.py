@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
 from flashattn_triton.problem import Implementation, new_problem
 

@@ -10,19 +10,23 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import places_of_cache, places_of_documents
-from flashattn_triton.inputs import as_length, as_starts, check_varlen, given_starts, in_one_batch
+from flashattn_triton.inputs import (
+    as_length,
+    as_starts,
+    check_tensors,
+    check_varlen,
+    given_starts,
+    in_one_batch,
+    refuse_unknown,
+    refuse_with_packed_rows,
+    warn_of_alignment,
+    warn_of_layout,
+)
 from flashattn_triton.mask_and_bias import (
     Given,
     resolve_mask_and_bias,
     with_mask,
     without_unseen_keys,
-)
-from flashattn_triton.mistakes import (
-    check_tensors,
-    refuse_unknown,
-    refuse_with_packed_rows,
-    warn_of_alignment,
-    warn_of_layout,
 )
 from flashattn_triton.op import PLAIN, attend
 from flashattn_triton.operator_rules import NOTHING

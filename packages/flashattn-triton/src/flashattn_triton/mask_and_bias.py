@@ -30,8 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_equal, check_tensors
 from flashattn_triton.problem import DTYPES, Problem, broadcasts, seen_keys
 
 Given = tuple[Tensor | None, ...]

@@ -19,10 +19,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_length, check_inputs, given_starts
+from flashattn_triton.inputs import as_length, check_inputs, check_tensors, given_starts
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
-from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import add_gradients
 from flashattn_triton.problem import (
     Layout,

@@ -39,15 +39,9 @@ def tiled_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1: attention output and logsumexp, one tile of scores at a time.
 
-    Args:
-        query: (B, H, N_q, D), floating, any strides.
-        key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
-        value: (B, G, N_k, E).
-        problem: mask, scale and soft-cap. ``deterministic`` changes nothing: the order of all
-            sums is fixed.
-        mask_and_bias: ALiBi slopes, a bias, prefixes and sinks.
-        query_tile: queries in a tile.
-        key_tile: keys in a tile.
+    Takes the arguments of :func:`~flashattn_triton.reference.attention_reference`, with any
+    strides, and the sizes of a tile. ``deterministic`` changes nothing: the order of all sums is
+    fixed.
 
     Returns:
         Output (B, H, N_q, E) in the problem's or the query's dtype, and natural-log logsumexp
@@ -104,8 +98,8 @@ def tiled_backward(
     with torch.autocast(query.device.type, enabled=False):
         v, do = fold(value, groups), fold(grad_out, groups)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        sizes = (query_tile, key_tile)
-        for queries, keys, p, ds, slope in _gradients_of_scores(score_tiles, tensors, sizes):
+        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
+        for queries, keys, p, ds, slope in found:
             rows, columns = score_tiles.rows(*queries), slice(*keys)
             dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
             if slope is not None:
@@ -135,20 +129,17 @@ def tiled_bias_backward(
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     total = score_tiles.q.new_zeros(bias.shape)
     with torch.autocast(query.device.type, enabled=False):
-        sizes = (query_tile, key_tile)
-        for queries, keys, _, ds, _ in _gradients_of_scores(score_tiles, tensors, sizes):
+        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
+        for queries, keys, _, ds, _ in found:
             target = bias_of_tile(total, queries, keys)
             target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
     return total.to(bias.dtype)
 
 
 def _gradients_of_scores(
-    score_tiles: ScoreTiles, tensors: BackwardTensors, sizes: tuple[int, int]
+    score_tiles: ScoreTiles, tensors: BackwardTensors, query_tile: int, key_tile: int
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
-    """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile.
-
-    ``sizes``: queries and keys of a tile.
-    """
+    """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile."""
     v, out, lse, do = (fold(x, score_tiles.groups) for x in tensors[2:6])
     grad_lse = tensors[6]
     delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
@@ -157,10 +148,10 @@ def _gradients_of_scores(
     empty = torch.isneginf(lse)
     delta = delta.masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-    for keys in tiles(v.shape[1], sizes[1]):
+    for keys in tiles(v.shape[1], key_tile):
         if score_tiles.hides(*keys):
             continue
-        for queries in score_tiles.band.query_tiles(*keys, sizes[0]):
+        for queries in score_tiles.band.query_tiles(*keys, query_tile):
             rows = score_tiles.rows(*queries)
             scores, slope = score_tiles.scores(queries, keys)
             p = torch.exp(scores - lse[:, rows, None])

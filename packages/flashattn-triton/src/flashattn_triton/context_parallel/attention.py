@@ -20,9 +20,8 @@ from flashattn_triton.context_parallel.operator import context_forward, order_of
 from flashattn_triton.context_parallel.peer_memory import in_words
 from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
-from flashattn_triton.inputs import check_dense
+from flashattn_triton.inputs import check_dense, check_tensors, refuse_unknown
 from flashattn_triton.mask_and_bias import check_sinks
-from flashattn_triton.mistakes import check_tensors, refuse_unknown
 from flashattn_triton.problem import (
     DTYPES,
     CausalArgument,

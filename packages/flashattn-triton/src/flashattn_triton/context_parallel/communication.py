@@ -136,14 +136,10 @@ def _hash(value: tuple[object, ...]) -> int:
 
 
 class UnderWay(Generic[Result]):
-    """A result that communication is still to bring.
+    """A result that communication of ``what``, in words, is still to bring.
 
-    Args:
-        group: the ranks.
-        what: moves, in words.
-        start: starts the communication; returns what is to be waited for.
-        finish: makes the result afterwards.
-        sent: tensors that must live until then.
+    ``start`` begins it and returns what is to be waited for; ``finish`` makes the result
+    afterwards. ``sent``: tensors that must live until then.
     """
 
     def __init__(
@@ -172,7 +168,9 @@ class UnderWay(Generic[Result]):
 
 def gather(group: dist.ProcessGroup, order: Zigzag, own: Tensor) -> UnderWay[Tensor]:
     """Tokens of all ranks: (n, ...) of each to (tokens, ...), as the sequences are packed."""
-    sent = on_wire(group, padded(own, order.longest))
+    missing = order.longest - len(own)
+    padded = F.pad(own, (0, 0) * (own.dim() - 1) + (0, missing)) if missing else own.contiguous()
+    sent = on_wire(group, padded)
     found = sent.new_empty(group.size() * order.longest, *own.shape[1:])
     rows = gathered_rows(order, own.device)
     return UnderWay(
@@ -196,12 +194,6 @@ def sum_of_own(group: dist.ProcessGroup, order: Zigzag, x: Tensor) -> UnderWay[T
         lambda: found[:n].to(x.device),
         sent,
     )
-
-
-def padded(x: Tensor, rows: int) -> Tensor:
-    """A contiguous tensor with at least some rows, zeros behind those of ``x``."""
-    missing = rows - len(x)
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x.contiguous()
 
 
 @functools.lru_cache(maxsize=16)
