@@ -127,11 +127,8 @@ def order_of_rank(
     Raises:
         ValueError: these are not the tokens of a rank.
     """
-    if starts is None:
-        length = n // rows * ranks.size()
-        order_of(ranks, length, None)
-        return zigzag(ranks.size(), tuple(range(0, rows * length + 1, length)))
-    order = zigzag(ranks.size(), starts)
+    length = n // rows * ranks.size() if starts is None else starts[-1]
+    order = order_of(ranks, length, starts, rows)
     check_own_tokens("query", n, order, ranks.rank())
     return order
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashattn_triton.context_parallel.communication import gather, own_rows
 from flashattn_triton.context_parallel.zigzag import Zigzag
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 
 Group = Any  # a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks
 
@@ -72,9 +72,9 @@ def zigzag(world_size: int, starts: tuple[int, ...]) -> Zigzag:
 
 
 def order_of(
-    group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | Sequence[int] | None
+    group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | Sequence[int] | None, rows: int = 1
 ) -> Zigzag:
-    """The order of ``cu_seqlens``, or of one sequence of ``length`` tokens.
+    """The order of ``cu_seqlens``, or of ``rows`` sequences of ``length`` tokens.
 
     Raises:
         ValueError: the sequence cannot be cut into equal chunks, or has another length than
@@ -94,7 +94,7 @@ def order_of(
             f"ranks, but got {length}. Pad it, or pass cu_seqlens, here [0, {length}]: packed "
             f"sequences may have any length."
         )
-    return zigzag(group.size(), (0, length))
+    return zigzag(group.size(), tuple(i * length for i in range(rows + 1)))
 
 
 def check_own_tokens(name: str, n: int, order: Zigzag, rank: int) -> None:

@@ -443,12 +443,9 @@ def attention_mask(
         )
     if traced:
         return padding.bool()
-    if sequences is not None:
-        found = sequences * padding
-    elif bool(padding.all()):
+    if sequences is None and bool(padding.all()):
         return None
-    else:
-        found = padding.int()
+    found = padding.int() if sequences is None else sequences * padding
     found.rule_is_causal = is_causal  # type: ignore[attr-defined] # for layers that say otherwise
     return found
 
