@@ -169,11 +169,7 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
-    if mask is not None:
-        if document_ids is not None:
-            refuse_with_packed_rows("document_ids", mask=mask)
-        if key_lengths is not None:
-            refuse_with_packed_rows("key_lengths", mask=mask)
+    if mask is not None and document_ids is key_lengths is None:
         check_layout(layout)
         in_one_batch(query, key, value)
         mask, bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
@@ -409,7 +405,7 @@ def _in_four_dimensions(
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
     if document_ids is not None or key_lengths is not None:
         places: tuple[Any, ...]
-        others = {"bias": bias, "prefix_lengths": prefix_lengths}
+        others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
         rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
         if document_ids is not None:
             refuse_with_packed_rows("document_ids", **others, key_lengths=key_lengths)

@@ -70,17 +70,17 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
     _check_fit(query, key, value, rows=2)
 
 
-def as_length(length: object) -> Any:
-    """A ``max_seqlen`` as an int or None; what is neither a number nor a tensor stays as it is.
+def as_length(length: object, tokens: int | None = None) -> Any:
+    """A ``max_seqlen`` as an int; what is neither a number nor a tensor stays as it is.
 
-    A tensor is read only where the host need not wait for it. Else None stands for it, which means
-    the number of tokens.
+    A tensor is read only where the host need not wait for it. Else ``tokens`` stands for it, and
+    for None.
     """
     if isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point():
         traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
-        return None if traced or length.device.type != "cpu" else int(length)
-    if isinstance(length, int | torch.SymInt | None):
-        return length
+        return tokens if traced or length.device.type != "cpu" else int(length)
+    if length is None or isinstance(length, int | torch.SymInt):
+        return tokens if length is None else length
     try:
         return operator.index(length)  # type: ignore[arg-type]
     except TypeError:

@@ -45,7 +45,6 @@ Way = Literal["auto", "ring", "all-gather"]
 #: on its way while another one computes, and the way of the first one is not hidden.
 PIECES = 8
 _GIB = 2**30
-_LITTLE = _GIB  # in bytes
 _CALLS_A_PART = 3  # with more, a ring's parts are small
 
 
@@ -72,7 +71,7 @@ def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) 
     ring = order.longest * kv_heads * width * (2 * itemsize + 4 * 4)
     gathered = order.starts[-1] * heads_of_piece(kv_heads) * width * (2 * itemsize + 2 * 4)
     memory = f"{gathered / _GIB:.2f} GiB of keys and gradients, in a ring {ring / _GIB:.2f} GiB"
-    if gathered > max(_LITTLE, 2 * ring):
+    if gathered > max(_GIB, 2 * ring):
         return Choice("ring", f"less memory: gathered {memory}")
     return Choice("all-gather", f"a ring would have {calls} calls: {memory}")
 
