@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class Inputs:
         resolved = resolve_mask_and_bias(
             tuple(given.values()), leading, heads, lengths, self.query.device
         )
-        return replace(resolved, bias=self.bias)  # may be of a dtype that only the oracle takes
+        return resolved._replace(bias=self.bias)  # may be of a dtype that only the oracle takes
 
     @property
     def options(self) -> Problem:

@@ -19,7 +19,6 @@ from flashattn_triton import (
     Tiling,
     flash_attention,
     flash_attention_varlen,
-    mistakes,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -440,7 +439,7 @@ def test_longest_lengths_may_be_left_out(
 def test_unequal_totals_without_lengths_warn_of_the_alignment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mistakes, "_given", set())
+    monkeypatch.setattr("flashattn_triton.inputs._given", set())
     q, k = torch.zeros(30, 2, 16), torch.zeros(20, 2, 16)
     with pytest.warns(UserWarning, match="True for 30 queries and 20 keys"):
         flash_attention_varlen(q, k, k, starts(0, 30), starts(0, 20), causal=True)

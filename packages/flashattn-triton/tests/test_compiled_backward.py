@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from flashattn_triton import compiled_backward
-from flashattn_triton.compiled_backward import compiled_flash_backward, flash_backward
+from flashattn_triton import assignment
+from flashattn_triton.assignment import compiled_flash_backward, flash_backward
 from flashattn_triton.problem import Problem
 from flashattn_triton.tiled import tiled_forward
 
@@ -42,10 +42,10 @@ def tiled_forward_any(Q, K, V):
 
 @pytest.fixture
 def fresh_compilation():
-    compiled_backward._compiled.cache_clear()
+    assignment._compiled.cache_clear()
     torch.compiler.reset()
     yield
-    compiled_backward._compiled.cache_clear()
+    assignment._compiled.cache_clear()
     torch.compiler.reset()
 
 

@@ -39,10 +39,9 @@ from flashattn_triton.context_parallel import (
     token_positions,
     unshard_tokens,
 )
-from flashattn_triton.context_parallel.choice import choose
 from flashattn_triton.context_parallel.join_kernel import join_on_gpu
 from flashattn_triton.context_parallel.peer_memory import PeerMemory
-from flashattn_triton.context_parallel.schedules import join
+from flashattn_triton.context_parallel.schedules import choose, join
 from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from ranks import run_case, run_ranks, set_collective_timeout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashattn_triton import dispatch, explain, mistakes, triton_versions
+from flashattn_triton import dispatch, explain, inputs, triton_versions
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import forward_config
@@ -168,7 +168,7 @@ def test_the_portable_tier_says_why_not() -> None:
 @pytest.mark.usefixtures("on_sm90")
 def test_an_unsupported_triton_is_one_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_versions, "refusal", lambda: "it needs Triton 3.6")
-    monkeypatch.setattr(mistakes, "_given", set())
+    monkeypatch.setattr(inputs, "_given", set())
     with pytest.warns(UserWarning, match=r"faster on H200, .* it needs Triton 3\.6\. The portable"):
         assert plan().tier == "triton"
     assert "not the Hopper tier: it needs Triton 3.6" in plan().reason

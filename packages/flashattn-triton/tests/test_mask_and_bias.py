@@ -28,8 +28,7 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
 from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
-from flashattn_triton.score_tiles import Band
-from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
+from flashattn_triton.tiled import Band, tiled_backward, tiled_bias_backward, tiled_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(32, 32, 4, 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton import explain, flash_attention, tiled
-from flashattn_triton.score_tiles import ScoreTiles
+from flashattn_triton.tiled import ScoreTiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["tiled", "triton", "reference"]

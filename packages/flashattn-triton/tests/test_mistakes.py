@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashattn_triton
-from flashattn_triton import Tiles, dispatch, flash_attention, mistakes, triton_versions
+from flashattn_triton import Tiles, dispatch, flash_attention, inputs, triton_versions
 from flashattn_triton.integrations.flash_attn import flash_attn_func
 from flashattn_triton.integrations.transformers import attention_forward
 
@@ -24,7 +24,7 @@ ROWS = re.findall(r"^\| `(.+)` \| (\w+): (.+) \|$", PAGE.read_text(), flags=re.M
 
 @pytest.fixture(autouse=True)
 def _nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mistakes, "_given", set())
+    monkeypatch.setattr(inputs, "_given", set())
 
 
 @pytest.fixture

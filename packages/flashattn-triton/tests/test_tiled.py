@@ -11,8 +11,7 @@ from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
 from flashattn_triton.operator_rules import NOTHING, STARTS
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
-from flashattn_triton.score_tiles import Band
-from flashattn_triton.tiled import tiled_backward, tiled_forward
+from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
 
 
 def results(inputs, lse_gradient=True, **sizes):

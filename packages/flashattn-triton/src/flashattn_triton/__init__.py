@@ -7,14 +7,17 @@ from flashattn_triton.assignment import (
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
 )
-from flashattn_triton.attention import flash_attention, flash_attention_varlen
+from flashattn_triton.attention import (
+    flash_attention,
+    flash_attention_varlen,
+    largest_scores,
+)
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
 from flashattn_triton.logsumexp import merge
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import Problem
-from flashattn_triton.score_maximum import largest_scores
 
 __version__ = "0.1.0"
 

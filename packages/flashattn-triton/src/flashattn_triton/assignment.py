@@ -1,20 +1,22 @@
 """The assignment's classes: FlashAttention-2 as ``torch.autograd.Function``.
 
-They differ in who computes: tiles of PyTorch, or kernels with either backward pass. All save L, Q,
-K, V, O; L is the natural-log logsumexp, shaped ``Q.shape[:-1]``.
+They differ in who computes: tiles of PyTorch, or kernels with either backward pass, of which one is
+the assignment's equations in PyTorch, compiled. All save L, Q, K, V, O; L is the natural-log
+logsumexp, shaped ``Q.shape[:-1]``.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton.compiled_backward import compiled_flash_backward
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
 from flashattn_triton.problem import Implementation, new_problem
 
@@ -69,13 +71,13 @@ class FlashAttention2Triton(FlashAttention2PyTorch):
 class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
     """:class:`FlashAttention2Triton` with Eq. 13-19 in compiled PyTorch as its backward pass.
 
-    The step between autograd and the Triton kernels: N_q x N_k elements exist during backward.
+    N_q x N_k elements exist during backward, as :func:`flash_backward` says.
     """
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
-        """dQ, dK, dV by :func:`flashattn_triton.compiled_backward.compiled_flash_backward`."""
+        """dQ, dK, dV by :func:`compiled_flash_backward`."""
         # Detached, because a compiler looks at the history of what it is given, and O has one.
         L, Q, K, V, O = (x.detach() for x in ctx.saved_tensors)  # noqa: E741 - the paper's name
         scale = 1.0 / math.sqrt(Q.shape[-1])
@@ -137,3 +139,76 @@ def _check(Q: Tensor, K: Tensor, V: Tensor) -> None:
             f"V must have K's sequence length {K.shape[-2]}, but got shape {tuple(V.shape)}. Pass "
             "one value for each key."
         )
+
+
+# ---- the backward pass in PyTorch ---------------------------------------------------------------
+
+
+def flash_backward(
+    Q: Tensor,
+    K: Tensor,
+    V: Tensor,
+    O: Tensor,  # noqa: E741 - the paper's name
+    dO: Tensor,
+    L: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. 13-19 of the assignment on whole matrices, in fp32 whatever the dtype of the inputs.
+
+        D  = rowsum(O ∘ dO)
+        S  = Q Kᵀ · scale          Eq. 13
+        P  = exp(S - L)            Eq. 14
+        dV = Pᵀ dO                 Eq. 15
+        dP = dO Vᵀ                 Eq. 16
+        dS = P ∘ (dP - D)          Eq. 17
+        dQ = dS K · scale          Eq. 18
+        dK = dSᵀ Q · scale         Eq. 19
+
+    Recomputing P from the saved logsumexp needs no softmax and no online trick, so this is the
+    whole backward pass (FlashAttention-2, Dao 2023, section 3.1.2). It is the step between autograd
+    of the definition and the tiled kernels: it stores nothing but what the forward pass saved, but
+    S, P, dP and dS exist in full, N_q x N_k elements in fp32 each, fewer where the compiler fuses
+    them.
+
+    Args:
+        Q: (..., N_q, D); all tensors share the leading dimensions.
+        K: (..., N_k, D).
+        V: (..., N_k, E).
+        O: (..., N_q, E), the output of the forward pass.
+        dO: (..., N_q, E), its gradient.
+        L: (..., N_q), natural-log logsumexp of the scaled scores, fp32.
+        is_causal: query i sees the keys j <= i.
+        scale: what Q Kᵀ was multiplied by.
+
+    Returns:
+        dQ, dK, dV in the dtypes of Q, K, V.
+    """
+    q, k, v, do = Q.float(), K.float(), V.float(), dO.float()
+    D = (O.float() * do).sum(dim=-1)
+    S = q @ k.transpose(-2, -1) * scale
+    P = torch.exp(S - L[..., None])
+    if is_causal:
+        # Masking P, not S, spares the -inf: P is an exact zero wherever the key is hidden.
+        visible = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).tril()
+        P = torch.where(visible, P, 0.0)
+    dV = P.transpose(-2, -1) @ do
+    dP = do @ v.transpose(-2, -1)
+    dS = P * (dP - D[..., None])
+    dQ = dS @ k * scale
+    dK = dS.transpose(-2, -1) @ q * scale
+    return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
+
+
+def compiled_flash_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`flash_backward` through ``torch.compile``, with the same arguments and results.
+
+    The first call of a process compiles (on a CPU that needs a C++ compiler); later calls with
+    other shapes may compile again.
+    """
+    return _compiled()(*arguments)
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(flash_backward, fullgraph=True)

@@ -1,7 +1,8 @@
-"""The public functions: attention on dense and on packed batches."""
+"""The public functions: attention on dense and on packed batches, and its largest scores."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
@@ -9,14 +10,23 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.documents import places_of_cache, places_of_documents
-from flashattn_triton.inputs import as_length, as_starts, check_varlen, in_one_batch
-from flashattn_triton.mask_and_bias import resolve_mask_and_bias, with_mask, without_unseen_keys
-from flashattn_triton.mistakes import (
+from flashattn_triton.inputs import (
+    as_length,
+    as_starts,
     check_tensors,
+    check_varlen,
+    given_starts,
+    in_one_batch,
     refuse_unknown,
     refuse_with_packed_rows,
     warn_of_alignment,
     warn_of_layout,
+)
+from flashattn_triton.mask_and_bias import (
+    Given,
+    resolve_mask_and_bias,
+    with_mask,
+    without_unseen_keys,
 )
 from flashattn_triton.op import PLAIN, attend
 from flashattn_triton.operator_rules import NOTHING
@@ -159,11 +169,7 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
-    if mask is not None:
-        if document_ids is not None:
-            refuse_with_packed_rows("document_ids", mask=mask)
-        if key_lengths is not None:
-            refuse_with_packed_rows("key_lengths", mask=mask)
+    if mask is not None and document_ids is key_lengths is None:
         check_layout(layout)
         in_one_batch(query, key, value)
         mask, bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
@@ -263,15 +269,11 @@ def flash_attention_varlen(
         alibi_slopes: (H,) or (sequences, H) fp32 constants.
         prefix_lengths: (sequences,) integers.
 
-    The other arguments are those of :func:`flash_attention`. There is no bias, whose elements are
-    pairs of a query and a key: attend to such sequences one by one, or padded.
+    The other arguments, and the errors, are those of :func:`flash_attention`. There is no bias,
+    whose elements are pairs of a query and a key: attend to such sequences one by one, or padded.
 
     Returns:
         Output (T_q, H, E); with ``return_lse`` also the logsumexp, (H, T_q) fp32.
-
-    Raises:
-        ValueError: an argument is not what is described above.
-        TypeError: an input is not a tensor, or an argument has another library's name.
     """
     normalise_flag("return_lse", return_lse)
     for x in (query, key, value, cu_seqlens_q, cu_seqlens_k):
@@ -323,6 +325,64 @@ def flash_attention_varlen(
     return (out, lse) if return_lse and lse is not None else out
 
 
+@torch.no_grad()
+def largest_scores(
+    query: Tensor,
+    key: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    layout: Layout | None = None,
+    **keywords: Unpack[OptionKeywords],
+) -> Tensor:
+    """The largest score of each head that its softmax sees, over the batch: scaled, soft-capped.
+
+    By it QK-clip decides whose weights it shrinks: Muon (Kimi K2, arXiv:2507.20534, section 2.1)
+    scales the query and key weights of a head down where its largest score is above a threshold.
+
+    Costs one product of queries and keys beside :func:`~flashattn_triton.flash_attention`, and no
+    memory but one number for each query and head. Of keys in parts, the largest is the ``maximum``
+    of their results. Not differentiable. On a Hopper GPU the portable kernel runs. Sinks are no
+    scores.
+
+    Args:
+        query: (B, H, N_q, D), (B, N_q, H, D) for layout "bshd", or (T_q, H, D) with ``cu_seqlens``.
+        key: (B, G, N_k, D), in the same layout.
+        cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, as of
+            :func:`~flashattn_triton.flash_attention_varlen`.
+        bias: and the other arguments, as of :func:`~flashattn_triton.flash_attention`; not with
+            ``cu_seqlens``.
+
+    Returns:
+        (H,) fp32; -inf for a head no query of which sees a key.
+
+    Raises:
+        ValueError: a tensor or an option is not what is described above.
+        TypeError: not a tensor.
+    """
+    check_tensors(query=query, key=key)
+    starts = given_starts(cu_seqlens_q, cu_seqlens_k)
+    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, *starts)
+    packed = starts[0] is not None
+    if packed and bias is not None:
+        raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
+    if keywords.get("implementation") == "hopper":
+        keywords["implementation"] = "triton"
+    longest = (query.shape[0], key.shape[0]) if packed else (0, 0)
+    problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
+    problem = replace(problem, largest_only=True, out_dtype=None)
+    if all(x is None for x in given):
+        given = NOTHING
+    _, of_rows = attend(problem, query, key, key, given)
+    assert of_rows is not None
+    spare = of_rows.new_full((*of_rows.shape[:-1], 1), float("-inf"))  # where there is no query
+    of_heads = torch.cat([of_rows, spare], -1).amax(-1)
+    return of_heads if packed else torch.cat([of_heads, spare[:1, :, 0]]).amax(0)
+
+
 def _in_four_dimensions(
     query: Tensor,
     key: Tensor,
@@ -341,19 +401,17 @@ def _in_four_dimensions(
     """
     check_layout(layout)
     layout = layout or "bhsd"
+    batch = in_one_batch(query, key, value)
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
     if document_ids is not None or key_lengths is not None:
         places: tuple[Any, ...]
-        others = {"bias": bias, "prefix_lengths": prefix_lengths}
-        if document_ids is not None:
-            refuse_with_packed_rows("document_ids", **others, key_lengths=key_lengths)
-        else:
-            in_one_batch(query, key, value)
-            refuse_with_packed_rows("key_lengths", **others)
+        others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
         rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
         if document_ids is not None:
+            refuse_with_packed_rows("document_ids", **others, key_lengths=key_lengths)
             places = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
         elif key_lengths is not None:
+            refuse_with_packed_rows("key_lengths", **others)
             places = places_of_cache(key_lengths, rows)
         leading = rows[0].shape[:-2]
         q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
@@ -364,11 +422,10 @@ def _in_four_dimensions(
         out = out.movedim(-2, -3) if layout == "bhsd" else out
         lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
         return (out, lse) if return_lse else out
-    batch = in_one_batch(query, key, value)
     q, k, _ = (heads_first(x, layout) for x in batch)
     lengths = (q.shape[2], k.shape[2])
     resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
-    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved.tensors
+    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved
     results = flash_attention(
         *batch, layout=layout, return_lse=True, alibi_slopes=alibi_slopes, bias=bias,
         prefix_lengths=prefix_lengths, mask=None if mask is None else mask[:, None, None, :] != 0,

@@ -90,25 +90,15 @@ class Tiling:
     @classmethod
     def unpack(cls, numbers: Sequence[int]) -> Tiling:
         """The tiling that :meth:`pack` wrote as numbers."""
-        kernels = [tuple(numbers[start : start + 5]) for start in range(0, 20, 5)]
+        kernels = [(*numbers[i : i + 4], bool(numbers[i + 4])) for i in range(0, 20, 5)]
         return _tiling(*(x for x in kernels if any(x)), tma_reduce=bool(numbers[20]))
-
-
-def _tiles(numbers: Sequence[int]) -> Tiles:
-    queries, keys, warps, stages, *use_tma = numbers
-    return Tiles(queries, keys, warps, stages, use_tma=any(use_tma))
 
 
 def _tiling(*kernels: tuple[int, ...], tma_reduce: bool = False) -> Tiling:
     """Shapes of the forward kernel, the key pass, the query pass, and the fused form if any."""
-    forward, key_pass, query_pass, *fused = map(_tiles, kernels)
-    return Tiling(
-        forward=forward,
-        key_pass=key_pass,
-        query_pass=query_pass,
-        fused=fused[0] if fused else None,
-        tma_reduce=tma_reduce,
-    )
+    names = ("forward", "key_pass", "query_pass", "fused")
+    tiles = dict(zip(names, (Tiles(*numbers) for numbers in kernels), strict=False))  # type: ignore[arg-type]
+    return Tiling(**tiles, tma_reduce=tma_reduce)
 
 
 # Keys: KB of shared memory of one block, widest head_dim, bytes of an element. Shapes are
@@ -128,7 +118,7 @@ def _tiling(*kernels: tuple[int, ...], tma_reduce: bool = False) -> Tiling:
 _LARGE = 220  # sm_90, sm_100
 _MEDIUM = 160  # sm_80
 _SMALL = 96  # sm_86, sm_89, sm_120
-_TMA = 1
+_TMA = True
 # Above head_dim 512, where no kernel computes gradients.
 _NO_BACKWARD = ((16, 16, 8, 1), (16, 16, 8, 1))
 
@@ -171,8 +161,8 @@ TABLE = {
 # Forward with a bias, whose tiles need registers, room in shared memory and L2's bandwidth as well:
 # the fastest of seven and of six shapes in turns (tools/compare_tiles.py).
 FORWARD_WITH_BIAS = {
-    (_LARGE, 64, 2): _tiles((64, 64, 4, 2, _TMA)),
-    (_LARGE, 128, 2): _tiles((128, 64, 8, 3, _TMA)),
+    (_LARGE, 64, 2): Tiles(64, 64, 4, 2, _TMA),
+    (_LARGE, 128, 2): Tiles(128, 64, 8, 3, _TMA),
 }
 # What is left when less shared memory than in any row is to be had.
 SMALLEST = _tiling((16, 16, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1))

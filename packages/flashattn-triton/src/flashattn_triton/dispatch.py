@@ -17,19 +17,19 @@ from flashattn_triton import triton_versions
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
-from flashattn_triton.inputs import in_one_batch
+from flashattn_triton.inputs import (
+    check_tensors,
+    in_one_batch,
+    refuse_unknown,
+    refuse_with_packed_rows,
+    warn_once,
+)
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
     check_prefix_options,
     resolve_mask_and_bias,
     with_mask,
-)
-from flashattn_triton.mistakes import (
-    check_tensors,
-    refuse_unknown,
-    refuse_with_packed_rows,
-    warn_once,
 )
 from flashattn_triton.problem import (
     IMPLEMENTATIONS,

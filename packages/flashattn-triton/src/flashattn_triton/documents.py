@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 
 _SCATTERED = (
     "document_ids must have each document's tokens next to each other, but got a document in "

@@ -42,8 +42,7 @@ from flashattn_triton.mask_and_bias import (
     parts_of_batch,
 )
 from flashattn_triton.problem import Problem, as_given, heads_first
-from flashattn_triton.score_tiles import ScoreTiles, fold, unfold
-from flashattn_triton.tiled import tiles
+from flashattn_triton.tiled import ScoreTiles, fold, tiles, unfold
 
 Tensors = Sequence[Tensor | None]
 Range = tuple[int, int]
@@ -111,76 +110,54 @@ def _parts(
 
     ``results``: Ȯ, L̇, dO and dL for the backward pass.
     """
-    mask_and_bias = mask_and_bias_of(given)
-    q, k, v, tq, tk, tv, *of_queries = (
+    tensors = [
         None if x is None else heads_first(x, problem.layout)
         for x in (*inputs[:3], *direction[:3], out, lse, *results)
-    )
-    tbias, tsinks = direction[3:]
-    starts_q, starts_k = given[-2:]
-    for rows, columns, tensors in parts_of_batch(starts_q, starts_k, mask_and_bias):
-
-        def cut(x: Tensor | None, span: slice = rows) -> Tensor | None:
-            return None if x is None else x[:, :, span]
-
-        yield _Part(
-            (cut(q), cut(k, columns), cut(v, columns)),
-            (cut(tq), cut(tk, columns), cut(tv, columns)),
-            (tbias, tsinks),
-            [cut(x) for x in of_queries],
-            problem,
-            tensors,
-        )
+    ]
+    *_, starts_q, starts_k = given
+    for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given)):
+        spans = (*(rows, columns, columns) * 2, *[rows] * (2 + len(results)))
+        cut = [None if x is None else x[:, :, of] for x, of in zip(tensors, spans, strict=True)]
+        yield _Part(cut, direction[3:], problem, own)
 
 
-class _Part:
-    """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.score_tiles` says."""
+class _Part(ScoreTiles):
+    """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.tiled` says."""
 
     def __init__(
-        self,
-        inputs: Sequence[Any],
-        direction: Tensors,
-        others: Tensors,
-        results: Tensors,
-        problem: Problem,
-        mask_and_bias: MaskAndBias,
+        self, tensors: Sequence[Any], others: Tensors, problem: Problem, mask_and_bias: MaskAndBias
     ) -> None:
-        """Takes query, key and value; their tangents; those of bias and sinks.
+        """Takes Q, K, V, their tangents, O, L, and for the backward pass Ȯ, L̇, dO and dL.
 
-        ``results``: O, L, and for the backward pass Ȯ, L̇, dO and dL.
+        ``others``: tangents of bias and sinks.
         """
-        query, key, value = self.inputs = inputs
-        self.problem = problem
-        self.scores = ScoreTiles(query, key, problem, mask_and_bias)
-        self.groups = self.scores.groups
+        query, key, value = self.inputs = tensors[:3]
+        super().__init__(query, key, problem, mask_and_bias)
         self.tbias, tsinks = others
         self.tile = TILE_ON_GPU if query.is_cuda else TILE
-        self.q, self.k, self.v = self.scores.q, self.scores.k, self._folded(value)
+        self.v = self._folded(value)
         self.tq, self.tk, self.tv = (
             torch.zeros_like(folded) if x is None else self._folded(x)
-            for folded, x in zip((self.q, self.k, self.v), direction, strict=True)
+            for folded, x in zip((self.q, self.k, self.v), tensors[3:6], strict=True)
         )
         self.tq = self.tq * problem.scale  # as q is
-        self.out, self.lse = self._folded(results[0]), self._folded(results[1])
-        self.empty = torch.isneginf(self.lse)
-        self.lse = self.lse.masked_fill(self.empty, float("inf"))  # P = exp(S - L) is 0 there
+        of_rows: list[Any] = [None if x is None else self._folded(x) for x in tensors[6:]]
+        self.out, self.lse, *results = of_rows
+        empty = torch.isneginf(self.lse)
+        self.lse = self.lse.masked_fill(empty, float("inf"))  # P = exp(S - L) is 0 there
         self.sink_share = self.sink_tangent = None
         if mask_and_bias.sinks is not None:
-            sinks = self.scores.sinks(0, query.shape[2])
-            self.sink_share = torch.exp(sinks - self.lse)
+            self.sink_share = torch.exp(self.sinks(0, self.n_queries) - self.lse)
             if tsinks is not None:
-                rows = tsinks.to(sinks.dtype)[:, None].expand(query.shape[:3])
-                self.sink_tangent = self._folded(rows)
-        if len(results) > 2:
-            self.tout, self.tlse, self.grad_out = (self._folded(x) for x in results[2:5])
-            grad_lse = results[5]
+                self.sink_tangent = self.of_heads(tsinks, self.n_queries)
+        if results:
+            self.tout, self.tlse, self.grad_out, grad_lse = results
             self.delta = (self.grad_out * self.out).sum(-1)
             if grad_lse is not None:
-                self.delta = self.delta - self._folded(grad_lse)
-            self.delta = self.delta.masked_fill(self.empty, 0.0)
+                self.delta = self.delta - grad_lse
+            self.delta = self.delta.masked_fill(empty, 0.0)
 
-    def _folded(self, x: Tensor | None) -> Tensor:
-        assert x is not None
+    def _folded(self, x: Tensor) -> Tensor:
         return fold(x, self.groups)
 
     def _visible(self) -> Iterator[tuple[Range, slice, Range]]:
@@ -189,18 +166,18 @@ class _Part:
         Keys are cut alike for all queries.
         """
         n_keys = self.k.shape[1]
-        for queries in tiles(self.scores.n_queries, self.tile):
-            for first, last in self.scores.band.key_tiles(*queries, n_keys or 1):
+        for queries in tiles(self.n_queries, self.tile):
+            for first, last in self.band.key_tiles(*queries, n_keys or 1):
                 for keys in tiles(n_keys, self.tile):
                     if keys[0] < last and keys[1] > first:
-                        yield queries, self.scores.rows(*queries), keys
+                        yield queries, self.rows(*queries), keys
 
     def _tangent(
         self, queries: Range, keys: Range
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """P, Ṡ, and with a soft-cap its slope and the tangent of the slope."""
-        rows, columns = self.scores.rows(*queries), slice(*keys)
-        scores, slope = self.scores.scores(queries, keys)
+        rows, columns = self.rows(*queries), slice(*keys)
+        scores, slope = self.scores(queries, keys)
         p = torch.exp(scores - self.lse[:, rows, None])
         k = self.k[:, columns].transpose(1, 2)
         tangent = self.tq[:, rows] @ k + self.q[:, rows] @ self.tk[:, columns].transpose(1, 2)
@@ -214,7 +191,7 @@ class _Part:
         if self.tbias is not None:
             lengths = (queries[1] - queries[0], keys[1] - keys[0])
             tbias = bias_of_tile(self.tbias, queries, keys)
-            tbias = tbias.expand(self.scores.batch, self.scores.heads, *lengths)
+            tbias = tbias.expand(self.batch, self.heads, *lengths)
             tangent = tangent + self._folded(tbias)
         return p, tangent, slope, curvature
 
@@ -239,16 +216,16 @@ class _Part:
                 weighted, columns, i = p * tangent, slice(*keys), queries[0]
                 lses[i] = lses[i] + weighted.sum(-1)
                 outs[i] = outs[i] + weighted @ self.v[:, columns] + p @ self.tv[:, columns]
-            lse = self._concatenated(lses, self.lse, self.scores.ratio)
+            lse = self._concatenated(lses, self.lse, self.ratio)
             if self.sink_share is not None and self.sink_tangent is not None:
                 lse = lse + self.sink_share * self.sink_tangent
-            out = self._concatenated(outs, self.out, self.scores.ratio) - lse[..., None] * self.out
+            out = self._concatenated(outs, self.out, self.ratio) - lse[..., None] * self.out
             return unfold(out, query.shape, self.groups), unfold(lse, query.shape, self.groups)
 
     def backward(self) -> tuple[Tensor, ...]:
         """Tangents of dQ, dK, dV (B, H, N, ...), and of the gradients of bias and sinks."""
         query, key, value = self.inputs
-        bias = self.scores.mask_and_bias.bias
+        bias = self.mask_and_bias.bias
         zero = query.new_zeros(())
         dbias = zero if bias is None else torch.zeros_like(bias, dtype=self.q.dtype)
         with torch.autocast(query.device.type, enabled=False):
@@ -268,12 +245,12 @@ class _Part:
                 dv[j] = dv[j] + tp.transpose(1, 2) @ do
                 if bias is not None:
                     cut = bias_of_tile(dbias, queries, keys)
-                    cut += self.scores.unfold_tile(tds, queries).sum_to_size(cut.shape)
+                    cut += self.unfold_tile(tds, queries).sum_to_size(cut.shape)
                 if slope is not None and curvature is not None:
                     ds, tds = ds * slope, tds * slope + ds * curvature
                 dq[i] = dq[i] + tds @ k + ds @ tk
                 dk[j] = dk[j] + tds.transpose(1, 2) @ q + ds.transpose(1, 2) @ tq
-            dq_rows = self._concatenated(dq, self.q, self.scores.ratio)
+            dq_rows = self._concatenated(dq, self.q, self.ratio)
             gradients = (
                 unfold(dq_rows * self.problem.scale, query.shape, self.groups),
                 unfold(self._concatenated(dk, self.k), key.shape, self.groups),

@@ -58,7 +58,7 @@ class Packing(NamedTuple):
 
 def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
     """The kernels' parameters for the starts of sequences, slopes, bias, prefixes, mask, sinks."""
-    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias.tensors)
+    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias)
     given = zip((*_STARTS, *_MASK_AND_BIAS), tensors, strict=True)
     return {name: None if x is None else x.dtype for name, x in given}
 
@@ -69,7 +69,7 @@ def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict
     if packing is not None:
         addresses = {name: x.data_ptr() for name, x in zip(_STARTS, packing[:2], strict=True)}
     if mask_and_bias is not NO_MASK_OR_BIAS:
-        given = zip(_MASK_AND_BIAS, mask_and_bias.tensors, strict=True)
+        given = zip(_MASK_AND_BIAS, mask_and_bias, strict=True)
         addresses |= {name: x.data_ptr() for name, x in given if x is not None}
     return addresses
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 from flashattn_triton.problem import Layout, accumulated, check_layout
 
 

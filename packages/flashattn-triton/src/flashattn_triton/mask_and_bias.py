@@ -24,27 +24,23 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_equal, check_tensors
 from flashattn_triton.problem import DTYPES, Problem, broadcasts, seen_keys
 
 Given = tuple[Tensor | None, ...]
-# Keywords of the public functions, in the order in which operators take the tensors.
-NAMES = ("alibi_slopes", "bias", "prefix_lengths", "mask", "sinks")
 
 # A bias at or below this number counts as -inf. The logsumexp is one fp32 number: that of a row in
 # which every key has -1e9 would lose log(N), and the row's P would sum to N instead of 1.
 HIDDEN_BIAS = -8192.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class MaskAndBias:
+class MaskAndBias(NamedTuple):
     """The tensors of one call, checked and brought into one shape; None where there is none.
 
     ``alibi_slopes`` is (B, H) fp32 and ``prefix_lengths`` (B,) int32, both contiguous; ``bias`` has
@@ -59,14 +55,9 @@ class MaskAndBias:
     sinks: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors, in the order of :data:`NAMES`; None where one is not given."""
-        return self.alibi_slopes, self.bias, self.prefix_lengths, self.mask, self.sinks
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Which tensors there are."""
-        return tuple([n for n, x in zip(NAMES, self.tensors, strict=True) if x is not None])
+        return tuple([n for n, x in zip(NAMES, self, strict=True) if x is not None])
 
     @property
     def bias_strides(self) -> tuple[int | None, ...]:
@@ -78,7 +69,7 @@ class MaskAndBias:
 
     def sequence(self, index: int) -> MaskAndBias:
         """The tensors of one sequence, a batch of one."""
-        *of_batch, sinks = self.tensors
+        *of_batch, sinks = self
         own = [x if x is None or len(x) == 1 else x[index : index + 1] for x in of_batch]
         return mask_and_bias_of((*own, sinks))
 
@@ -108,6 +99,8 @@ class MaskAndBias:
 
 
 NO_MASK_OR_BIAS = MaskAndBias()
+# Keywords of the public functions, in the order in which operators take the tensors.
+NAMES = MaskAndBias._fields
 
 
 def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
@@ -162,8 +155,7 @@ def resolve_mask_and_bias(
             is fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k); prefix lengths are
             integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
             N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
-            uint8, as :func:`with_mask` returns it; sinks are (H,),
-            floating.
+            uint8, as :func:`with_mask` returns it; sinks are (H,), floating.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         heads: H.
         lengths: N_q and N_k.
@@ -205,17 +197,13 @@ def resolve_mask_and_bias(
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
-    return MaskAndBias(
-        alibi_slopes=alibi_slopes, bias=bias, prefix_lengths=prefix_lengths, mask=mask, sinks=sinks
-    )
+    return MaskAndBias(alibi_slopes, bias, prefix_lengths, mask, sinks)
 
 
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
     """The first of ``given``, which are tensors :data:`NAMES` in one shape."""
     tensors = given[: len(NAMES)]
-    if all(x is None for x in tensors):
-        return NO_MASK_OR_BIAS
-    return MaskAndBias(**dict(zip(NAMES, tensors, strict=True)))
+    return NO_MASK_OR_BIAS if all(x is None for x in tensors) else MaskAndBias(*tensors)
 
 
 def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Given:
@@ -234,7 +222,7 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
     resolved = resolve_mask_and_bias(tensors, (first,), query.shape[heads], lengths, query.device)
     if prefix_lengths is not None:
         check_prefix_options(problem)
-    return (*resolved.tensors, *starts)
+    return (*resolved, *starts)
 
 
 def check_prefix_options(problem: Problem) -> None:

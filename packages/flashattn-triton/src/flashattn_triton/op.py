@@ -55,12 +55,12 @@ from flashattn_triton.operator_rules import (
     TENSORS,
     backward_flops,
     forward_flops,
+    register_for,
     tangents_flops,
     vmap_backward,
     vmap_forward,
 )
 from flashattn_triton.problem import Problem, as_given, heads_first
-from flashattn_triton.sharding import register_for
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
 _ONLY_INPUTS: Needs = (True, False, False)

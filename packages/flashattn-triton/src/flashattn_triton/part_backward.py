@@ -19,10 +19,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_length, check_inputs, given_starts
+from flashattn_triton.inputs import as_length, check_inputs, check_tensors, given_starts
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
-from flashattn_triton.mistakes import check_tensors
 from flashattn_triton.op import add_gradients
 from flashattn_triton.problem import (
     Layout,
@@ -75,16 +74,11 @@ def flash_attention_backward(
         grad_lse: like ``lse``, the gradient of the joined logsumexp, or None for zero.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, ``max_seqlen_q`` and
             ``max_seqlen_k`` as of :func:`~flashattn_triton.flash_attention_varlen`.
-        cu_seqlens_k: see ``cu_seqlens_q``.
-        max_seqlen_q: see ``cu_seqlens_q``.
-        max_seqlen_k: see ``cu_seqlens_q``.
         sinks: (H,), and ``grad_sinks``, to which their gradient is added: of all parts, so pass
             them with one part only. dQ, dK and dV know sinks by ``lse``.
         grad_sinks: (H,) fp32.
         alibi_slopes: as of :func:`~flashattn_triton.flash_attention`, as are ``prefix_lengths``,
             ``layout`` and the other keywords.
-        prefix_lengths: see ``alibi_slopes``.
-        layout: see ``alibi_slopes``.
 
     Raises:
         ValueError: a tensor or an option is not what is described above.
@@ -99,14 +93,9 @@ def flash_attention_backward(
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
-    longest = (as_length(max_seqlen_q), as_length(max_seqlen_k)) if packed else (0, 0)
-    lengths = (query.shape[0], key.shape[0])
-    problem = new_problem(
-        "thd" if packed else layout,
-        query.shape[-1],
-        tuple([n if m is None else m for m, n in zip(longest, lengths, strict=True)]),  # type: ignore[arg-type]
-        **keywords,
-    )
+    longest = as_length(max_seqlen_q, query.shape[0]), as_length(max_seqlen_k, key.shape[0])
+    longest = longest if packed else (0, 0)
+    problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
     _check_sums(into, (query, key, value))

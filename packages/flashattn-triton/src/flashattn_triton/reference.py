@@ -150,7 +150,7 @@ def attention_reference_varlen(
         Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``: 0 and -inf for tokens behind
         the last sequence.
     """
-    given = (*mask_and_bias.tensors, cu_seqlens_q, cu_seqlens_k)
+    given = (*mask_and_bias, cu_seqlens_q, cu_seqlens_k)
     return _of_all_parts(replace(problem, layout="thd"), (query, key, value), given, dtype)
 
 

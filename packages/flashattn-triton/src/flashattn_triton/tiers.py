@@ -25,6 +25,7 @@ from flashattn_triton.launch import (
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
+from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
 
 # (query, key, value), packing=None, mask_and_bias=... to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
@@ -123,8 +124,6 @@ def _bias_launcher(
     """What computes the gradient of the bias: (tensors, mask_and_bias) to dbias."""
     tiling = _backward_tiling(plan, tensors)
     if tiling is None:
-        from flashattn_triton.tiled import tiled_bias_backward
-
         return lambda tensors, mask_and_bias: tiled_bias_backward(
             _views(tensors, problem), problem, mask_and_bias
         )
@@ -172,8 +171,6 @@ def _tiled_forward(
     problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from flashattn_triton.tiled import tiled_forward
-
     query, _, value = tensors
     q, k, v = _views(tensors, problem)
     out = empty_result(query, value.shape[-1], problem.layout, problem.out_dtype).zero_()
@@ -191,8 +188,6 @@ def _tiled_backward(
     problem: Problem, tensors: BackwardTensors, packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from flashattn_triton.tiled import tiled_backward
-
     inputs, results = tensors[:3], tensors[3:]
     sums = into or [empty_result(x, x.shape[-1], problem.layout).zero_() for x in inputs]
     if into:  # gradients have the dtype of their inputs

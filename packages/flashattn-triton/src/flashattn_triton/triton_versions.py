@@ -208,23 +208,16 @@ def _launch(compiled: Any, grid: tuple[int, int, int]) -> _Launch:
         if inspect.isfunction(own):  # it expands descriptors, and then calls what is wanted here
             own = inspect.getclosurevars(own).nonlocals["launcher"]
 
-        def launch_3_6(stream: int, seen: Any, enter: Any, leave: Any, args: list[Any]) -> None:
-            own(
-                x, y, z, stream, handle, cooperative, dependent,
-                None, None, metadata, seen, enter, leave, *args,
-            )  # fmt: skip
-
-        return launch_3_6
+        return lambda stream, seen, enter, leave, args: own(
+            x, y, z, stream, handle, cooperative, dependent,
+            None, None, metadata, seen, enter, leave, *args,
+        )  # fmt: skip
     function = driver.active.utils.launch
     annotations, signature = launcher.arg_annotations, launcher.kernel_signature
-
-    def launch(stream: int, seen: Any, enter: Any, leave: Any, args: list[Any]) -> None:
-        function(
-            x, y, z, stream, handle, cooperative, dependent,
-            metadata, seen, enter, leave, None, None, annotations, signature, args,
-        )  # fmt: skip
-
-    return launch
+    return lambda stream, seen, enter, leave, args: function(
+        x, y, z, stream, handle, cooperative, dependent,
+        metadata, seen, enter, leave, None, None, annotations, signature, args,
+    )  # fmt: skip
 
 
 class _Encoded(dict[int, Any]):

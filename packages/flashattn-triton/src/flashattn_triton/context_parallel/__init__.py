@@ -3,14 +3,14 @@
 ``flashattn_triton`` does not import this, and so not ``torch.distributed``.
 """
 
-from flashattn_triton.context_parallel.agreement import RankLostError
 from flashattn_triton.context_parallel.attention import (
     all_gather_attention,
     context_parallel_attention,
     explain,
+    largest_scores,
     ring_attention,
 )
-from flashattn_triton.context_parallel.largest_scores import largest_scores
+from flashattn_triton.context_parallel.communication import RankLostError
 from flashattn_triton.context_parallel.tokens import shard_tokens, token_positions, unshard_tokens
 
 __all__ = [

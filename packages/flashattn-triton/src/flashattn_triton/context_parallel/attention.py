@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from flashattn_triton import attention
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
-from flashattn_triton.context_parallel.choice import Way, choose, heads_of_piece
-from flashattn_triton.context_parallel.operator import context_forward, order_of_rank
+from flashattn_triton.context_parallel.communication import lost_ranks_named
+from flashattn_triton.context_parallel.operator import context_forward, order_of_rank, setting_of
 from flashattn_triton.context_parallel.peer_memory import in_words
+from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
 from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
-from flashattn_triton.inputs import check_dense
+from flashattn_triton.inputs import check_dense, check_tensors, refuse_unknown
 from flashattn_triton.mask_and_bias import check_sinks
-from flashattn_triton.mistakes import check_tensors, refuse_unknown
 from flashattn_triton.problem import (
     DTYPES,
     CausalArgument,
@@ -78,11 +80,7 @@ def context_parallel_attention(
             and their number; equal on all ranks. On a GPU, the host waits for it.
         scale: as of :func:`~flashattn_triton.flash_attention`, as are ``softcap``, ``layout``,
             ``deterministic`` and ``implementation``.
-        softcap: see ``scale``.
-        layout: see ``scale``.
         return_lse: also return the logsumexp.
-        deterministic: see ``scale``.
-        implementation: see ``scale``.
         communication: of a ring: "messages" are NCCL's or gloo's, "peer-copy" copies between GPUs
             of one host, which take nothing from the kernels beside them but need memory of their
             own: keys and values of a rank, and three times their gradients in fp32. "auto" copies
@@ -136,8 +134,7 @@ def explain(
     ranks = ranks_of(group)
     if ranks is None:
         return "no other rank: one call of flash_attention"
-    (_, k, v), problem, starts = packed_problem(query, key, value, **keywords)
-    rows = 0 if problem.packed else len(query)
+    (_, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
     order = order_of_rank(ranks, len(k), rows, None if starts is None else starts_of(starts))
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
     choice = choose(order, band, heads, width, k.element_size())
@@ -151,6 +148,51 @@ def explain(
     return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward; {how}"
 
 
+@torch.no_grad()
+def largest_scores(
+    query: Tensor, key: Tensor, group: Group = None, **keywords: Unpack[ContextKeywords]
+) -> Tensor:
+    """:func:`flashattn_triton.largest_scores` of sequences that are spread over ranks, for QK-clip.
+
+    Costs one product of queries and keys, and the gathering of the keys, a few heads at a time. All
+    ranks get the same result, so that they shrink the same heads. Collective.
+
+    The arguments, and the errors, are those of :func:`context_parallel_attention`; sinks are no
+    scores, and ``return_lse`` says nothing here.
+
+    Returns:
+        (H,) fp32, over the tokens of all ranks, equal on every rank; -inf where no query sees a
+        key.
+    """
+    (q, k, _), problem, starts, rows = packed_problem(query, key, key, **keywords)
+    ranks = ranks_of(group)
+    if ranks is None:
+        if starts is None:
+            starts = torch.arange(0, len(q) + 1, max(1, len(q) // max(1, rows)))
+        starts = starts.to(q.device)
+        return attention.largest_scores(
+            q, k, cu_seqlens_q=starts, cu_seqlens_k=starts, scale=problem.scale,
+            softcap=problem.softcap, implementation=problem.implementation,
+            causal=problem.band[1] == 0, window=problem.window,
+        )  # fmt: skip
+    _, setting = setting_of(
+        "largest scores", q, k, k, None, starts, rows, "all-gather", ranks.group_name, "messages",
+        *problem.pack(),
+    )  # fmt: skip
+    found = q.new_full((q.shape[1],), float("-inf")).float()
+    for heads, (keys,) in gathered(setting, q, k):
+        for call in setting.calls(None):
+            starts_q, starts_k = call.starts(q.device)
+            part = attention.largest_scores(
+                q[call.queries, heads], keys[call.keys], cu_seqlens_q=starts_q,
+                cu_seqlens_k=starts_k, **setting.options(call),
+            )  # fmt: skip
+            found[heads] = torch.maximum(found[heads], part)
+    with lost_ranks_named(ranks, "the maximum of the scores"):
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks)
+    return found
+
+
 def _attention(
     way: Way,
     query: Tensor,
@@ -159,7 +201,7 @@ def _attention(
     group: Group,
     **keywords: Unpack[ContextKeywords],
 ) -> Any:
-    (q, k, v), problem, starts = packed_problem(query, key, value, **keywords)
+    (q, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
     ranks = ranks_of(group)
     if ranks is None:
         options: dict[str, Any] = {"layout": None, **keywords}
@@ -172,7 +214,6 @@ def _attention(
         del options["layout"]
         starts = starts.to(query.device)
         return flash_attention_varlen(query, key, value, starts, starts, **options)
-    rows = 0 if problem.packed else len(query)
     out, lse = context_forward(
         q, k, v, keywords.get("sinks"), starts, rows, way, ranks.group_name,
         keywords.get("communication", "auto"), *problem.pack(),
@@ -195,8 +236,10 @@ def packed_problem(
     return_lse: bool = False,
     communication: Communication = "auto",
     **options: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None]:
-    """Query, key and value as (tokens, heads, head_dim), what is asked for, and starts on the CPU.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None, int]:
+    """Query, key and value as (tokens, heads, head_dim), what is asked for, and sequences.
+
+    Of those, starts on the CPU, or None and how many there are of one length.
 
     Raises:
         ValueError: attention of a rank's tokens to themselves is not defined.
@@ -236,6 +279,7 @@ def packed_problem(
         )
     if sinks is not None:
         check_sinks(sinks, q.shape[1], q.device)
-    if not problem.packed:
-        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return (query, key, value), problem, starts
+    if problem.packed:
+        return (query, key, value), problem, starts, 0
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return (query, key, value), problem, None, len(q)

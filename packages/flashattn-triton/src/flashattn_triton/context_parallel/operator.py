@@ -20,10 +20,9 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils.flop_counter import register_flop_formula
 
 from flashattn_triton.context_parallel import schedules
-from flashattn_triton.context_parallel.agreement import agree
-from flashattn_triton.context_parallel.choice import choose
-from flashattn_triton.context_parallel.schedules import Results, Setting
-from flashattn_triton.context_parallel.tokens import order_of, starts_of, zigzag
+from flashattn_triton.context_parallel.communication import agree
+from flashattn_triton.context_parallel.schedules import Results, Setting, choose
+from flashattn_triton.context_parallel.tokens import check_own_tokens, order_of, starts_of, zigzag
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.op import NUMBERS
@@ -128,17 +127,9 @@ def order_of_rank(
     Raises:
         ValueError: these are not the tokens of a rank.
     """
-    if starts is None:
-        length = n // rows * ranks.size()
-        order_of(ranks, length, None)
-        return zigzag(ranks.size(), tuple(range(0, rows * length + 1, length)))
-    order = zigzag(ranks.size(), starts)
-    expected = order.length(ranks.rank())
-    if n != expected:
-        raise ValueError(
-            f"query must have the {expected} tokens of rank {ranks.rank()}, but got {n}. Pass what "
-            f"shard_tokens returns with the same cu_seqlens."
-        )
+    length = n // rows * ranks.size() if starts is None else starts[-1]
+    order = order_of(ranks, length, starts, rows)
+    check_own_tokens("query", n, order, ranks.rank())
     return order
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashattn_triton.context_parallel.agreement import lost_ranks_named
+from flashattn_triton.context_parallel.communication import lost_ranks_named
 
 # They go with their groups.
 _memories: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory] = weakref.WeakKeyDictionary()

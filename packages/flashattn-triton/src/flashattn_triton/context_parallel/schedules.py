@@ -1,4 +1,4 @@
-"""The two ways for keys and values to reach the queries of all ranks, forward and backward.
+"""The two ways for keys and values to reach the queries of all ranks, and the choice of one.
 
 ``ring``: at step s a rank attends to the keys of the rank s before it, which come straight from
 there while the step before computes (:mod:`.transfers`). Outputs in fp32 are joined by their
@@ -13,26 +13,67 @@ backward pass, gradients of a few heads are summed in fp32 by a reduce-scatter u
 Both take packed tensors, query (n, H, D), key (n, G, D) and value (n, G, E), with a rank's tokens
 in zigzag order (:mod:`.zigzag`). They need the same bytes between ranks. The communication of a
 step is started before its products, on a stream of its own.
+
+A ring sends only parts that the mask shows, straight to where they are used, and copies between the
+GPUs of a host take nothing from the kernels beside them: on four H100s it was faster for every
+length (``docs/context-parallel.md``). With a window, sequences of different lengths have different
+masks between parts, and a ring has a call for each. Gathering has as few calls as one GPU.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
-from flashattn_triton.context_parallel.choice import heads_of_piece
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
 from flashattn_triton.context_parallel.peer_memory import memory_for
 from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
-from flashattn_triton.context_parallel.zigzag import Call, Zigzag
+from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem
+
+Way = Literal["auto", "ring", "all-gather"]
+
+#: Pieces into which the heads are divided that are gathered, where their number allows it: one is
+#: on its way while another one computes, and the way of the first one is not hidden.
+PIECES = 8
+_GIB = 2**30
+_CALLS_A_PART = 3  # with more, a ring's parts are small
+
+
+class Choice(NamedTuple):
+    """A way, and why."""
+
+    way: str
+    reason: str
+
+
+def heads_of_piece(kv_heads: int) -> int:
+    """Key heads that are gathered at a time."""
+    return -(-kv_heads // min(kv_heads, PIECES))
+
+
+@functools.lru_cache(maxsize=256)
+def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) -> Choice:
+    """The way for such sequences; ``width``: D + E, of key and value together."""
+    # All ranks have about as many, and must make one choice.
+    calls = sum(len(order.calls(0, source, band)) for source in range(order.world_size))
+    if calls <= _CALLS_A_PART * order.world_size:
+        return Choice("ring", "keys travel under the calls for other keys")
+    # A part in use, one on its way, and fp32 gradients of two parts, and of those that come back.
+    ring = order.longest * kv_heads * width * (2 * itemsize + 4 * 4)
+    gathered = order.starts[-1] * heads_of_piece(kv_heads) * width * (2 * itemsize + 2 * 4)
+    memory = f"{gathered / _GIB:.2f} GiB of keys and gradients, in a ring {ring / _GIB:.2f} GiB"
+    if gathered > max(_GIB, 2 * ring):
+        return Choice("ring", f"less memory: gathered {memory}")
+    return Choice("all-gather", f"a ring would have {calls} calls: {memory}")
 
 
 @dataclass(frozen=True)

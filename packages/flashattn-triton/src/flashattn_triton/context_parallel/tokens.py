@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashattn_triton.context_parallel.communication import gather, own_rows
 from flashattn_triton.context_parallel.zigzag import Zigzag
-from flashattn_triton.mistakes import check_tensors
+from flashattn_triton.inputs import check_tensors
 
 Group = Any  # a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks
 
@@ -72,9 +72,9 @@ def zigzag(world_size: int, starts: tuple[int, ...]) -> Zigzag:
 
 
 def order_of(
-    group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | Sequence[int] | None
+    group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | Sequence[int] | None, rows: int = 1
 ) -> Zigzag:
-    """The order of ``cu_seqlens``, or of one sequence of ``length`` tokens.
+    """The order of ``cu_seqlens``, or of ``rows`` sequences of ``length`` tokens.
 
     Raises:
         ValueError: the sequence cannot be cut into equal chunks, or has another length than
@@ -94,7 +94,17 @@ def order_of(
             f"ranks, but got {length}. Pad it, or pass cu_seqlens, here [0, {length}]: packed "
             f"sequences may have any length."
         )
-    return zigzag(group.size(), (0, length))
+    return zigzag(group.size(), tuple(i * length for i in range(rows + 1)))
+
+
+def check_own_tokens(name: str, n: int, order: Zigzag, rank: int) -> None:
+    """Raises ``ValueError`` unless ``n`` is the number of tokens of ``rank``."""
+    expected = order.length(rank)
+    if n != expected:
+        raise ValueError(
+            f"{name} must have the {expected} tokens of rank {rank}, but got {n}. Pass what "
+            f"shard_tokens returns with the same cu_seqlens, or its like."
+        )
 
 
 def shard_tokens(
@@ -143,8 +153,7 @@ def token_positions(
 
     Args:
         length: of the sequence, over all ranks; None with ``cu_seqlens``.
-        group: as for :func:`shard_tokens`.
-        cu_seqlens: as for :func:`shard_tokens`.
+        group: as for :func:`shard_tokens`, as is ``cu_seqlens``.
         device: of the result.
 
     Returns:
@@ -176,8 +185,6 @@ def unshard_tokens(
         x: this rank's tokens in dimension ``dim``, of one shape and dtype on all ranks but for what
             :func:`shard_tokens` makes unequal.
         group: as for :func:`shard_tokens`, as are ``dim`` and ``cu_seqlens``.
-        dim: see ``group``.
-        cu_seqlens: see ``group``.
 
     Returns:
         The whole sequences, on every rank.
@@ -197,9 +204,5 @@ def unshard_tokens(
         )
     length = x.shape[dim] * ranks.size() if cu_seqlens is None else starts_of(cu_seqlens)[-1]
     order = order_of(ranks, length, cu_seqlens)
-    if x.shape[dim] != order.length(ranks.rank()):
-        raise ValueError(
-            f"x must have the {order.length(ranks.rank())} tokens of rank {ranks.rank()}, but got "
-            f"{x.shape[dim]}. Pass what shard_tokens returned, or its like."
-        )
+    check_own_tokens("x", x.shape[dim], order, ranks.rank())
     return gather(ranks, order, x.movedim(dim, 0)).wait().movedim(0, dim)

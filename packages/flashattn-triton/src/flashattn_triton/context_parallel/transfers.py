@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashattn_triton.context_parallel.agreement import on_wire
-from flashattn_triton.context_parallel.communication import UnderWay
+from flashattn_triton.context_parallel.communication import UnderWay, on_wire
 from flashattn_triton.context_parallel.peer_memory import PeerMemory
 
 #: Gradients that can be waiting for the rank that copies them: while one step's are copied, the

@@ -154,14 +154,10 @@ def flash_attn_varlen_func(
         max_seqlen_k: at least the length of the longest key sequence, or None.
         block_table: must be None.
 
-    The other arguments are those of :func:`flash_attn_func`.
+    The other arguments, and the errors, are those of :func:`flash_attn_func`.
 
     Returns:
         (T_q, H, E); with ``return_attn_probs`` also the logsumexp (H, T_q) in fp32, and None.
-
-    Raises:
-        ValueError: an argument asks for what is not computed here, or is not what is described.
-        TypeError: an input is not a tensor, or an argument does not exist.
     """
     others = {"dropout_p": dropout_p, "block_table": block_table, **flash_attn_3}
     options = _options(
@@ -247,14 +243,11 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return the logsumexp (B, H, N_q) in fp32.
         others: further arguments of flash-attn, which ask for nothing or raise.
 
-    The other arguments are those of :func:`flash_attn_func`; the mask is aligned to the last key.
+    The other arguments, and the errors, are those of :func:`flash_attn_func`; the mask is aligned
+    to the last key.
 
     Returns:
         (B, N_q, H, E), or a pair of it and the logsumexp.
-
-    Raises:
-        ValueError: an argument asks for what is not computed here, or is not what is described.
-        TypeError: an input is not a tensor, or an argument does not exist.
     """
     options = _options(
         "flash_attn_with_kvcache", others, causal, softmax_scale, window_size, softcap, alibi_slopes
@@ -299,7 +292,7 @@ def unpad_input(
     starts = F.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
-    return hidden_states.flatten(0, 1)[indices], indices, starts, longest, used
+    return hidden_states.flatten(0, 1).index_select(0, indices), indices, starts, longest, used
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from flashattn_triton import flash_attention, flash_attention_varlen
 from flashattn_triton.integrations import model_checks
+from flashattn_triton.integrations.flash_attn import pad_input, unpad_input
 
 NAME = "flashattn-triton"
 ALIAS = "triton-attention"
@@ -174,7 +175,6 @@ def attention_forward(
         position_bias: added to the scores, broadcastable to (B, H, N_q, N_k), with its gradient.
             With a padding mask as well, a bias for the whole batch is in memory.
         max_documents: as given to :func:`register`, as ``context_parallel``.
-        context_parallel: see ``max_documents``.
         kwargs: what else models pass; a feature that is not supported is refused.
 
     Returns:
@@ -227,6 +227,7 @@ def attention_forward(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    tensors = (query, key, value)
     if context_parallel is not None:
         for name, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
             if x is not None:
@@ -234,7 +235,6 @@ def attention_forward(
                     f"{name} must be None with {NAME} over ranks, but got a tensor. Register it "
                     f"without context_parallel."
                 )
-        tensors = (query, key, value)
         return _attend_over_ranks(tensors, context_parallel, cu_seq_lens_q, options), None
     traced = torch.compiler.is_compiling() and attention_mask is not None
     documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
@@ -261,7 +261,7 @@ def attention_forward(
                 f"cu_seq_lens_q must come with one row of packed sequences, but got a batch of "
                 f"{query.shape[0]}. Flatten the batch into one row."
             )
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        q, k, v = (x[0].transpose(0, 1) for x in tensors)
         starts = (cu_seq_lens_q, cu_seq_lens_k)
         longest = (kwargs.get("max_length_q"), kwargs.get("max_length_k"))
         out = flash_attention_varlen(q, k, v, *starts, *longest, **options)
@@ -269,9 +269,7 @@ def attention_forward(
     if attention_mask is None or documents is not None:
         if documents is not None:
             options |= {"document_ids": documents, "max_documents": max_documents}
-        out = flash_attention(query, key, value, layout="bhsd", bias=position_bias, **options)
-        assert isinstance(out, Tensor)  # no logsumexp was asked for
-        return out.transpose(1, 2).contiguous(), None
+        return _attend_in_place(tensors, bias=position_bias, **options), None
     if attention_mask.dim() != 2 or attention_mask.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
             f"attention_mask must be a padding mask (batch, keys) = "
@@ -281,8 +279,8 @@ def attention_forward(
     # A bias and a window with holes need positions that packing would lose; packing needs the host.
     masked = position_bias is not None or attention_mask.dtype == torch.bool
     if masked or (options["window"] is not None and not _in_one_piece(attention_mask)):
-        return _attend_masked(query, key, value, attention_mask, position_bias, options), None
-    return _attend_unpadded(query, key, value, attention_mask, options), None
+        return _attend_masked(tensors, attention_mask, position_bias, options), None
+    return _attend_unpadded(tensors, attention_mask, options), None
 
 
 def _attend_over_ranks(
@@ -300,15 +298,17 @@ def _attend_over_ranks(
     return out.unsqueeze(0)  # type: ignore[no-any-return]
 
 
+def _attend_in_place(tensors: Sequence[Tensor], **options: Any) -> Tensor:
+    """Attention (B, N_q, H, E) that leaves every token in its place."""
+    out = flash_attention(*tensors, layout="bhsd", **options)
+    assert isinstance(out, Tensor)  # no logsumexp was asked for
+    return out.transpose(1, 2).contiguous()
+
+
 def _attend_masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    options: dict[str, Any],
+    tensors: Sequence[Tensor], mask: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Attention with a mask of keys, which leaves every token in its place."""
+    """Attention with a mask of keys."""
     if bias is None and mask.dtype != torch.bool and int(mask.max()) > 1:
         raise ValueError(
             "attention_mask must leave each sequence in one piece where a sliding window "
@@ -316,52 +316,35 @@ def _attend_masked(
             "attn_implementation."
         )
     seen = mask != 0
-    out = flash_attention(
-        query, key, value, layout="bhsd", bias=bias, mask=seen[:, None, None, :], **options
-    )
-    assert isinstance(out, Tensor)
-    out = out.transpose(1, 2)
+    out = _attend_in_place(tensors, bias=bias, mask=seen[:, None, None, :], **options)
     if bias is None and (options["causal"] or options["window"]):
-        padding = ~seen[:, -query.shape[2] :, None, None]
-        return out.masked_fill(padding, 0.0).contiguous()
-    return out.contiguous()
+        return out.masked_fill(~seen[:, -out.shape[1] :, None, None], 0.0)
+    return out
 
 
-def _attend_unpadded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: dict[str, Any]
-) -> Tensor:
+def _attend_unpadded(tensors: Sequence[Tensor], mask: Tensor, options: dict[str, Any]) -> Tensor:
     """Attention among the tokens that are not padding, packed one sequence after another."""
-    batch, _, n_queries, _ = query.shape
+    query, key, value = (x.transpose(1, 2) for x in tensors)
+    batch, n_queries = query.shape[:2]
     # Positions matter only relative to a diagonal. Then queries that are padding must go, so that
     # the remaining ones keep their distance to the remaining keys; else they may stay.
     if options["causal"] or options["window"]:
         query_mask = mask[:, -n_queries:]
     else:
         query_mask = mask.new_ones(batch, n_queries)
-    query_tokens, key_tokens = (m.flatten().nonzero().squeeze(1) for m in (query_mask, mask))
-    if n_queries == mask.shape[1] and int(mask.max()) > 1:
-        lengths_q = lengths_k = _run_lengths(mask, key_tokens)
-    else:  # one sequence in each row, of which the queries are a part
-        lengths_q, lengths_k = ((m > 0).sum(dim=1) for m in (query_mask, mask))
-    q, k, v = (
-        x.transpose(1, 2).flatten(0, 1).index_select(0, tokens)
-        for x, tokens in ((query, query_tokens), (key, key_tokens), (value, key_tokens))
-    )
-    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int() for x in (lengths_q, lengths_k))
-    longest = (int(lengths_q.max()), int(lengths_k.max()))
-    packed = flash_attention_varlen(q, k, v, starts_q, starts_k, *longest, **options)
+    # One sequence in each row, of which the queries are a part.
+    q, query_tokens, starts_q, longest_q, _ = unpad_input(query, query_mask > 0)
+    k, key_tokens, starts_k, longest_k, _ = unpad_input(key, mask > 0)
+    v = value.flatten(0, 1).index_select(0, key_tokens)
+    if n_queries == mask.shape[1] and int(mask.max()) > 1:  # or several
+        rows = torch.arange(batch, device=mask.device)[:, None]
+        numbers = (rows * (mask.max() + 1) + mask).flatten()[key_tokens]
+        lengths = torch.unique_consecutive(numbers, return_counts=True)[1]
+        starts_q = starts_k = F.pad(lengths.cumsum(0), (1, 0)).int()
+        longest_q = longest_k = int(lengths.max())
+    packed = flash_attention_varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, **options)
     assert isinstance(packed, Tensor)
-    out = packed.new_zeros(batch * n_queries, *packed.shape[1:])
-    out = out.index_copy(0, query_tokens, packed)
-    return out.view(batch, n_queries, *packed.shape[1:])
-
-
-def _run_lengths(mask: Tensor, tokens: Tensor) -> Tensor:
-    """How many tokens each sequence has, for sequences packed in rows."""
-    rows = torch.arange(len(mask), device=mask.device)[:, None]
-    numbers = (rows * (mask.max() + 1) + mask).flatten()[tokens]
-    lengths: Tensor = torch.unique_consecutive(numbers, return_counts=True)[1]
-    return lengths
+    return pad_input(packed, query_tokens, batch, n_queries)
 
 
 def _in_one_piece(mask: Tensor) -> bool:
@@ -460,12 +443,9 @@ def attention_mask(
         )
     if traced:
         return padding.bool()
-    if sequences is not None:
-        found = sequences * padding
-    elif bool(padding.all()):
+    if sequences is None and bool(padding.all()):
         return None
-    else:
-        found = padding.int()
+    found = padding.int() if sequences is None else sequences * padding
     found.rule_is_causal = is_causal  # type: ignore[attr-defined] # for layers that say otherwise
     return found
 
