@@ -19,7 +19,8 @@ GIB = 2**30
 RESERVED = 3 * GIB
 #: What ``ddp_lite.peer.PeerMemory`` takes for copies between GPUs.
 SHARED_MEMORY = GIB / 2
-#: At most what cuBLAS keeps on a GPU, 64 MiB for each stream with products of matrices, and graphs.
+#: What cuBLAS keeps on a GPU, at most 64 MiB for each stream with products of matrices, and a
+#: quarter of a GiB for what recorded steps have held beyond that.
 WORKSPACES = 3 * GIB / 4
 
 

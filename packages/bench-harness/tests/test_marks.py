@@ -149,8 +149,9 @@ def test_headlines_quote_what_is_steady_and_count_what_is_not() -> None:
 def test_several_experiments_on_a_cpu_begin_with_what_they_have_shown() -> None:
     attention = {"phase": "forward", "variant": "naive", **row("attention", STEADY)}
     steps = [{"variant": name, **row("train-step", STEADY)} for name in ("a", "b")]
-    assert headlines([attention, *steps])[0] == (
-        "2 cases worked on this CPU: attention agrees with its definition in fp32 (1 variant), and "
+    many = {**row("allreduce", STEADY), "config": {"device": "cpu", "world_size": 4}}
+    assert headlines([many, attention, *steps])[0] == (
+        "3 cases worked on this CPU: attention agrees with its definition in fp32 (1 variant), and "
         "training on 2 ranks ends with the weights of plain averaging (2 variants). Only a GPU "
         "tells how fast they are."
     )

@@ -321,17 +321,13 @@ def _shown(rows: list[Row]) -> str | None:
     cases = {row["case_key"] for row in done}
     if not on_cpu(done) or len(_by("experiment", done)) == 1:
         return None
-    ranks = max((row["config"].get("world_size") or 1 for row in done), default=1)
-    variants = {
-        name: {row["variant"] for row in own if "variant" in row} - {_BOUND}
-        for name, own in _by("experiment", done).items()
-        if name in _PROVEN
-    }
-    proofs = [
-        _PROVEN[name].format(what=plural(len(own), "variant"), ranks=ranks)
-        for name, own in variants.items()
-        if own
-    ]
+    proofs = []
+    for name, own in _by("experiment", done).items():
+        variants = {row["variant"] for row in own if "variant" in row} - {_BOUND}
+        if name in _PROVEN and variants:
+            ranks = max(row["config"].get("world_size") or 1 for row in own)
+            what = plural(len(variants), "variant")
+            proofs.append(_PROVEN[name].format(what=what, ranks=ranks))
     if not proofs:
         return None
     return (
