@@ -6,12 +6,14 @@ Forward, loss, backward and AdamW of a model with d_model 4096, d_ff 11008, 34 l
 151,936 tokens, in bf16, causal, with one sequence of 32,768 tokens on each of two GPUs. As
 ``triton.testing.do_bench`` does, it warms up for 10 s and measures for 30 s; ranks must run equally
 many steps, so rank 0 counts them for all. It begins with empty compile caches, which the board
-allows ten minutes for.
+allows ten minutes for. ``--row FILE`` appends what was measured as a line of JSON.
 """
 
+import json
 import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -101,6 +103,7 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each rank.")] = 32_768,
     warmup: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 10.0,
     measured: Annotated[float, typer.Option(min=0.0, help="Seconds.")] = 30.0,
+    row: Annotated[Path | None, typer.Option(help="Append the times to this file.")] = None,
 ) -> None:
     """Prints the mean and the fastest step, the slower rank's, with the losses' change."""
     config = ModelConfig(
@@ -119,13 +122,28 @@ def main(
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     last = float(step())
     if dist.get_rank() == 0:
+        found = {
+            "gpu": torch.cuda.get_device_name() if device.type == "cuda" else "none",
+            "ranks": dist.get_world_size(),
+            "torch": torch.__version__,
+            "parameters": config.num_parameters,
+            "tokens": dist.get_world_size() * context,
+            "steps_s": [round(seconds, 4) for seconds in slowest.tolist()],
+            "first_loss": first,
+            "last_loss": last,
+        }
+        if device.type == "cuda":
+            found["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
         typer.echo(
             f"{config.num_parameters:,} parameters, {dist.get_world_size()} × {context:,} tokens: "
             f"{slowest.mean():.3f} s a step, fastest {slowest.min():.3f} s, {len(slowest)} steps"
         )
         typer.echo(f"loss {first:.3f} in the first step, {last:.3f} in the last")
-        if device.type == "cuda":
-            typer.echo(f"peak memory {torch.cuda.max_memory_allocated() / GIB:.1f} GiB")
+        if "peak_gib" in found:
+            typer.echo(f"peak memory {found['peak_gib']} GiB")
+        if row:
+            with row.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
     dist.destroy_process_group()
 
 
