@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -188,7 +189,8 @@ def test_the_grid() -> None:
     ("options", "skipped"),
     [
         ({"window": (5, -1), "softcap": 4.0, "heads": 4, "kv_heads": 2}, {"sdpa-math"}),
-        ({"masks": ("full",), "window": (2, 3), "clock": "host"}, {"sdpa-math"}),
+        ({"masks": ("full",), "window": (2, 3), "clock": ("host",)}, {"sdpa-math"}),
+        ({"clock": ("cool",)}, set()),
         ({"value_head_dim": 12, "features": ["deterministic"], "heads": 2}, {"sdpa-math"}),
         ({"heads": 4, "kv_heads": 2, "tokens": 48}, set()),
         ({"packed": (5, 1, 9), "heads": 4, "kv_heads": 2}, {"sdpa-math", "naive"}),
@@ -276,6 +278,19 @@ def test_an_implementation_without_backward_is_compared_and_timed_in_forward_alo
     wrong = frame[frame["variant"] == "fa3-fwd"].iloc[0]
     assert wrong["status"] == "error"
     assert "error of out must be at most" in wrong["error"]
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **lengths: Any) -> Tensor:
+        starts = lengths["cu_seqlens_q"].tolist()
+        assert starts == lengths["cu_seqlens_k"].tolist() == [0, 3, 8]
+        assert lengths["max_seqlen_q"] == lengths["max_seqlen_k"] == 5
+        pieces = [heads_last(*(x[None, a:b] for x in (q, k, v)), causal=causal)[0]
+                  for a, b in itertools.pairwise(starts)]  # fmt: skip
+        return torch.cat(pieces)
+
+    package.flash_attn_varlen_func = packed  # type: ignore[attr-defined]
+    scale = 1.0
+    frame, _ = run(variants=("fa3-fwd",), passes=("forward",), packed=(3, 5))
+    assert frame["status"].tolist() == ["ok"]
 
 
 def test_lack_of_memory_ends_the_case(module: ModuleType) -> None:

@@ -28,7 +28,7 @@ import functools
 import importlib
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, registered
@@ -45,7 +45,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 #: "plain" has none; ratios of the others are to it.
 FEATURES = ("plain", "sinks", "alibi", "bias", "deterministic")
 PASSES = ("forward", "training forward", "backward", "forward+backward", "forward+sum+backward")
-CLOCKS = ("device", "wall", "host")
+CLOCKS = ("device", "cool", "wall", "host")
 
 
 def names() -> list[str]:
@@ -203,11 +203,6 @@ def _flashattn_triton_compiled() -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
         _refuse_cpu(query, "FlashAttention2Triton")
-        if query.shape[1] != key.shape[1]:
-            raise CaseSkipped(
-                "FlashAttention2Triton.apply must get as many key heads as query heads, but got "
-                f"{key.shape[1]} and {query.shape[1]}. Use flashattn-triton."
-            )
         out = apply(*(x.flatten(0, 1) for x in (query, key, value)), causal)
         return out.view(*query.shape[:-1], -1)
 
@@ -375,21 +370,12 @@ def _flash_attn_4() -> Attend:
                     f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
                     "of variants."
                 )
-        try:
+        with _refusals("flash-attn-4", AssertionError):
             if cu_seqlens is not None:
-                starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-                longest = {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
-                out = cute.flash_attn_varlen_func(
-                    query, key, value, **starts, **longest, **settings
-                )
-                return _first(out)
+                packed = _of_packed(cu_seqlens, max_seqlen)
+                return _first(cute.flash_attn_varlen_func(query, key, value, **packed, **settings))
             heads_last = (x.transpose(1, 2) for x in (query, key, value))
             return _first(cute.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
-        except AssertionError as error:  # how it refuses what it does not support
-            raise CaseSkipped(
-                f"the problem must be one that flash-attn-4 takes, but got an error: {error}. "
-                "Leave it out of variants."
-            ) from error
 
     return attend
 
@@ -398,20 +384,45 @@ def _fa3_fwd() -> Attend:
     """FlashAttention-3 without backward, by fa3-fwd, whose layout has the sequence before heads."""
     package = importlib.import_module("fa3_fwd_interface")
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        causal: bool,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
         _refuse_cpu(query, "fa3-fwd")
-        heads_last = (x.detach().transpose(1, 2) for x in (query, key, value))
-        try:
+        inputs = [x.detach() for x in (query, key, value)]
+        with _refusals("fa3-fwd", RuntimeError):
+            if cu_seqlens is not None:
+                packed = _of_packed(cu_seqlens, max_seqlen)
+                return _first(package.flash_attn_varlen_func(*inputs, causal=causal, **packed))
+            heads_last = (x.transpose(1, 2) for x in inputs)
             return _first(package.flash_attn_func(*heads_last, causal=causal)).transpose(1, 2)
-        except RuntimeError as error:  # how it refuses what it was not built for
-            if "out of memory" in str(error):
-                raise
-            raise CaseSkipped(
-                f"the problem must be one that fa3-fwd takes, but got an error: {error}. Leave it "
-                "out of variants."
-            ) from error
 
     return attend
+
+
+def _of_packed(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+    """Packed sequences as FlashAttention's functions take them."""
+    starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    return {**starts, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+
+
+@contextlib.contextmanager
+def _refusals(name: str, kind: type[Exception]) -> Iterator[None]:
+    """Skips a problem that a library refuses, which it says by this kind of error."""
+    try:
+        yield
+    except kind as error:
+        if "out of memory" in str(error):
+            raise
+        raise CaseSkipped(
+            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
+            "of variants."
+        ) from error
 
 
 def _first(out: Any) -> Tensor:

@@ -69,10 +69,10 @@ class Options(SamplingOptions, DeviceOptions):
         "at the sum of the output.",
         choices=PASSES,
     )
-    clock: str = option(
-        "device",
-        "do_bench on a GPU (device), the clock around a synchronised call (wall), or the time "
-        "until a call returns (host).",
+    clock: tuple[str, ...] = option(
+        ("device",),
+        "Cases by do_bench on a GPU, which heats it up (device), or by calls after pauses (cool); "
+        "by the clock around a synchronised call (wall), or until a call returns (host).",
         choices=CLOCKS,
     )
     rep_ms: float = option(300.0, "Milliseconds of measurement per variant and pass.")
@@ -144,7 +144,7 @@ class Attention(Experiment):
         """
         chosen = Options(**options)
         config: Row = {
-            **chosen.stored("batch tokens heads value_head_dim packed softcap passes clock"),
+            **chosen.stored("batch tokens heads value_head_dim packed softcap passes"),
             **chosen.stored("rep_ms warmup_ms rounds samples interval max_seconds"),
             "kv_heads": chosen.kv_heads or chosen.heads,
             "window": [None if side < 0 else side for side in chosen.window] or None,
@@ -155,6 +155,7 @@ class Attention(Experiment):
             _case(
                 {
                     **config,
+                    "clock": clock,
                     "dtype": dtype,
                     "head_dim": head_dim,
                     "mask": mask,
@@ -167,6 +168,7 @@ class Attention(Experiment):
             for head_dim in chosen.head_dims
             for mask in chosen.masks
             for sequences, variants in _groups(chosen)
+            for clock in chosen.clock
         ]
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
@@ -202,16 +204,16 @@ class Attention(Experiment):
 
     def work_s(self, case: Case) -> float:
         """By variants, lengths and passes; compiling each length takes longest."""
-        config, count = case.config, len(case.config["variants"])
-        cells = max(1, len(config["sequences"])) * len(config["features"]) * count
+        config, names = case.config, case.config["variants"]
+        problems = max(1, len(config["sequences"])) * len(config["features"])
+        cells = problems * len(names)
         timed = cells * len(config["passes"]) * (config["warmup_ms"] + config["rep_ms"]) / 1e3
         if config["device"] == "cpu":
             return float(2 + 0.4 * cells + timed)
-        names = config["variants"]
         compiled = sum("compiled" in name or name == "flex" for name in names)
         each = 0.8 if config["dtype"] == "fp32" else 0.3  # without tensor cores
-        compiling = 3 * count + 12 * compiled * cells / count + 6 * ("flash-attn-4" in names)
-        return float(5 + compiling + each * cells + timed)
+        compiling = 2 * len(names) + 12 * compiled * problems + 6 * ("flash-attn-4" in names)
+        return float(4.5 + compiling + each * cells + timed)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features."""
@@ -384,6 +386,7 @@ _COLUMNS = row_tables.Columns(
     Column("value_head_dim", "value head_dim"),
     Column("window", "window", "keys"),
     Column("softcap", "soft-cap", "1"),
+    Column("regime", "GPU"),
     Column("kv_heads", "key/value heads"),
     Column("varied", "lengths up to that", "count"),
     Column("variant", "attention"),
@@ -416,7 +419,7 @@ _COLUMNS = row_tables.Columns(
     digits=_DIGITS,
 )
 #: What makes problems of one kind, and what identifies one.
-_KIND = "dtype head_dim value_head_dim mask window softcap feature deterministic"
+_KIND = "dtype head_dim value_head_dim mask window softcap feature deterministic regime"
 _PROBLEM = f"{_KIND} batch heads kv_heads sequence varied"
 _ERRORS = "error_out error_grad error_dq error_dk error_dv error_dsinks error_dbias"
 
@@ -437,6 +440,7 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     frame = row_tables.lengths(frame)
     frame["window"] = frame["window"].map(_pair, na_action="ignore")
     frame["feature"] = _feature_of(frame)
+    frame["regime"] = frame["clock"].where(frame["clock"] == "cool")
     if (frame["feature"] == "plain").all():
         frame["feature"] = None
     frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
@@ -461,9 +465,7 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     if "error_dq" in frame:
         gradients = [name for name in _ERRORS.split()[2:] if name in frame]
         largest = frame[gradients].max(axis=1)
-        frame["error_grad"] = (
-            largest if "error_grad" not in frame else (frame["error_grad"].fillna(largest))
-        )
+        frame["error_grad"] = frame.get("error_grad", largest).fillna(largest)
     return roofline.with_roofline(frame)
 
 

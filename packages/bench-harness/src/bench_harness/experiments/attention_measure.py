@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,9 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
 _STORED_SCORES = 4
 #: Calls in a row, without waiting for the device, of one sample of the host's own time.
 _HOST_CALLS = 50
+#: Pauses of cool samples: this many times what ran before, at least so many seconds; and what is
+#: overwritten before each call, in bytes, more than any L2 cache.
+_PAUSE, _SHORTEST_PAUSE, _CACHE = 4.0, 0.002, 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +107,9 @@ class Problem:
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of an implementation: ``causal``, and what is not the default."""
         given: dict[str, Any] = {"causal": self.causal}
-        if self.window is not None:
-            given["window"] = self.window
-        if self.softcap is not None:
-            given["softcap"] = self.softcap
-        if self.deterministic:
-            given["deterministic"] = True
+        for name in ("window", "softcap", "deterministic"):
+            if getattr(self, name) not in (None, False):
+                given[name] = getattr(self, name)
         if self.lengths:
             starts = [0, *itertools.accumulate(self.lengths)]
             given["cu_seqlens"] = torch.tensor(starts, device=device, dtype=torch.int32)
@@ -192,11 +193,7 @@ def of_pass(name: str, forward: int, backward: int) -> int:
 
 def learned(settings: Mapping[str, Any]) -> dict[str, Tensor]:
     """The arguments that have a gradient: sinks or a bias."""
-    return {
-        name: settings[name]
-        for name in ("sinks", "bias")
-        if name in settings and settings[name].requires_grad
-    }
+    return {name: settings[name] for name in ("sinks", "bias") if name in settings}
 
 
 def exact(
@@ -478,7 +475,7 @@ def sampled(
     call: Callable[[], object],
     device: torch.device,
     *,
-    clock: Literal["device", "wall", "host"],
+    clock: str,
     leaves: Sequence[Tensor],
     least: int,
     warmup_ms: float,
@@ -488,29 +485,24 @@ def sampled(
 
     Args:
         clock: "device" is ``triton.testing.do_bench``, as on the public leaderboard: events, L2
-            cache overwritten before every call; a CPU uses "wall", the host's clock around a
-            synchronised call. "host" is the time until a call returns, averaged over a block.
+            cache overwritten before every call; "cool" the same for two calls after each pause of
+            four times as long, so that the GPU's power does not limit its clock. A CPU uses "wall"
+            for both, the host's clock around a synchronised call. "host" is the time until a call
+            returns, averaged over a block.
         least: samples, however long they take.
         rep_ms: measuring goes on until so much time has been measured.
     """
     if clock == "device" and device.type == "cuda":
         from triton.testing import do_bench
 
-        def benchmark(milliseconds: float) -> list[float]:
-            return list(
-                do_bench(
-                    call,
-                    warmup=warmup_ms,
-                    rep=milliseconds,
-                    grad_to_none=list(leaves),
-                    return_mode="all",
-                )
-            )
-
-        readings = benchmark(rep_ms)
+        bench = functools.partial(do_bench, call, warmup=warmup_ms, return_mode="all")
+        readings: list[float] = bench(rep=rep_ms, grad_to_none=list(leaves))
         while len(readings) < least:
-            readings += benchmark((least - len(readings)) * max(readings))
+            more = (least - len(readings)) * max(readings)
+            readings += bench(rep=more, grad_to_none=list(leaves))
         return readings
+    if clock == "cool" and device.type == "cuda":
+        return _after_pauses(call, leaves, least, (warmup_ms + rep_ms) / 1e3)
     calls = _HOST_CALLS if clock == "host" else 1
     samples = Samples()
     kept = time.perf_counter() + warmup_ms / 1e3
@@ -532,18 +524,33 @@ def sampled(
     return samples.wall_ms
 
 
+def _after_pauses(
+    call: Callable[[], object], leaves: Sequence[Tensor], least: int, seconds: float
+) -> list[float]:
+    """Milliseconds of single calls: the second and third after each pause."""
+    cache = torch.empty(_CACHE, dtype=torch.int8, device="cuda")
+    readings: list[float] = []
+    started, end = time.perf_counter(), time.perf_counter() + seconds
+    while len(readings) < least or time.perf_counter() < end:
+        time.sleep(max(_SHORTEST_PAUSE, _PAUSE * (time.perf_counter() - started)))
+        started = time.perf_counter()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(3)]
+        for begin, stop in events:
+            for leaf in leaves:
+                leaf.grad = None
+            cache.zero_()
+            begin.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize()
+        readings += [begin.elapsed_time(stop) for begin, stop in events[1:]]
+    return readings
+
+
 def timer_overhead_ms(clock: str, device: torch.device) -> float:
     """The median time that the clock reports for a call that does nothing."""
-    nothing = sampled(
-        lambda: None,
-        device,
-        clock=clock,  # type: ignore[arg-type]
-        leaves=(),
-        least=20,
-        warmup_ms=1,
-        rep_ms=5,
-    )
-    return sorted(nothing)[len(nothing) // 2]
+    times = {"least": 20, "warmup_ms": 1, "rep_ms": 5}
+    return statistics.median(sampled(lambda: None, device, clock=clock, leaves=(), **times))
 
 
 def measured(
@@ -558,7 +565,7 @@ def measured(
         progress(f"{attempts.problem.name}: comparing with the reference")
         attempts.prove()
     time_in_turns(everyone, config, progress)
-    clock = "do_bench" if config["clock"] == "device" and device.type == "cuda" else config["clock"]
+    clocks = {"device": "do_bench"} if device.type == "cuda" else {"device": "wall", "cool": "wall"}
     rows: list[Row] = []
     for attempts in everyone:
         problem = attempts.problem
@@ -567,8 +574,8 @@ def measured(
             "sequence": problem.sequence,
             "length": f"s{problem.sequence}",
             "feature": problem.feature,
+            "clock": clocks.get(config["clock"], config["clock"]),
         }
-        about["clock"] = "wall" if clock == "device" else clock
         rows += _rows([problem], attempts, about, attempts.about)
     del everyone, attempts
     if device.type == "cuda":
