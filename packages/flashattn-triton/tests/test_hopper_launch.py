@@ -134,11 +134,23 @@ def test_what_heads_share_of_a_gradient_is_copied_once(
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "group"),
-    [(16, 16384, 16), (8, 32768, 8), (64, 8192, 25), (32, 16384, 13), (8, 65536, 4)],
+    ("heads", "head_dim", "lengths", "options", "group"),
+    [
+        (16, 64, (16384, 16384), {"causal": True}, 6),
+        (64, 128, (8192, 8192), {"causal": True}, 4),
+        (64, 128, (512, 8192), {"causal": "bottom-right"}, 2),
+        (1, 128, (2048, 2048), {"causal": True}, 1),
+        (64, 128, (8192, 8192), {}, 1),
+        (64, 128, (8192, 8192), {"causal": True, "window": (1023, 0)}, 5),
+    ],
 )
-def test_no_group_of_heads_is_much_smaller_than_the_others(
-    heads: int, length: int, group: int, monkeypatch: pytest.MonkeyPatch
+def test_heads_are_worked_on_in_groups(
+    heads: int,
+    head_dim: int,
+    lengths: tuple[int, int],
+    options: dict[str, Any],
+    group: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refusal = triton_versions.refusal()
     if refusal is not None:
@@ -147,11 +159,14 @@ def test_no_group_of_heads_is_much_smaller_than_the_others(
     from flashattn_triton.problem import new_problem
 
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
-    q = torch.empty(1, heads, length, 64, dtype=torch.bfloat16, device="meta")
-    options = new_problem(head_dim=64, causal=True)
-    launch = forward.HopperForwardCall(q, q, q, options).launch
+    q, k = (
+        torch.empty(1, heads, length, head_dim, dtype=torch.bfloat16, device="meta")
+        for length in lengths
+    )
+    launch = forward.HopperForwardCall(q, k, k, new_problem(head_dim=head_dim, **options)).launch
     assert launch.numbers["GROUP"] == group
-    assert launch.grid == (132, 1, 1)
+    tiles = heads * -(-lengths[0] // (192 if head_dim == 64 else 128))
+    assert launch.grid == (min(tiles, 132), 1, 1)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

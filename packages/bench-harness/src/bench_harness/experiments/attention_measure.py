@@ -46,8 +46,7 @@ TOLERANCE = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
 _STORED_SCORES = 4
 #: Calls in a row, without waiting for the device, of one sample of the host's own time.
 _HOST_CALLS = 50
-#: Pauses of cool samples: this many times what ran before, at least so many seconds; and what is
-#: overwritten before each call, in bytes, more than any L2 cache.
+#: Pauses: times what ran before, at least so many seconds; bytes overwritten before each call.
 _PAUSE, _SHORTEST_PAUSE, _CACHE = 4.0, 0.002, 2**28
 
 

@@ -42,15 +42,16 @@ class ForwardConfig(ForwardShape):
     keys: per tile.
     halves: of a tile on an aligned diagonal, the first of two consumers computes the half that its
         queries see.
-    rounds: of all programs on one group of heads. With few, K and V of a group stay in L2; with
-        many, tiles of one round are of almost equal length in spite of a causal mask. 0 means one
-        head at a time.
+    rounds: of all programs on one group of heads, of packed sequences and under a window: with few,
+        K and V of a group stay in L2. 0 means one head at a time.
+    head_cost: of a dense batch under a causal mask, see ``balance.py``.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
     """
 
     keys: int
     halves: bool = False
     rounds: int = 0
+    head_cost: float = 0.003
     spills: int = 0
 
     @property
@@ -74,11 +75,12 @@ class BackwardConfig:
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
-_THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160)
+_THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160, head_cost=0.001)
 # What shortens the softmax of a step; see LOG.md for where it does not.
 _SHORT = replace(_TWO, named_releases=True, partial_sums=True)
-_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1)  # 192 columns of Q and K, 128 of V
-_WIDE = replace(_TWO, keys=64, q_slots=1)
+# 192 columns of Q and K, 128 of V.
+_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1, head_cost=0.004)
+_WIDE = replace(_TWO, keys=64, q_slots=1, head_cost=0.004)
 _SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
 # then decides, and a tile of 192 queries takes longer.
@@ -87,14 +89,18 @@ ROWS_AT_ONCE = 132 * 128
 # many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_SHORT, rounds=2, halves=True)),
+        (1024, replace(_SHORT, rounds=2, halves=True, head_cost=0.001)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
     (64, False): ((1024, _SHORT), (math.inf, _THREE)),
     (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (96, False): ((math.inf, _TWO),),
-    (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
+    (128, True): (
+        (1024, replace(_SHORT, rounds=2)),
+        (2048, replace(_SHORT, rounds=2, halves=True)),
+        (math.inf, replace(_SHORT, rounds=4, halves=True)),
+    ),
     (128, False): ((math.inf, _SHORT),),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),

@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from flashattn_triton.hopper.balance import heads_at_a_time
 from flashattn_triton.hopper.configs import (
     ForwardShape,
     columns_in_use,
@@ -75,9 +76,14 @@ class HopperForwardCall:
             )  # fmt: skip
             tiles_of_head = self.tiles.most[0]
         n_tiles = tiles_of_head * batch * heads
-        group = max(1, -(-config.rounds * programs // tiles_of_head))
-        if 2 * batch * heads < 3 * group:  # too few are left for a group of their own
-            group = batch * heads
+        all_heads, group = batch * heads, max(1, -(-config.rounds * programs // tiles_of_head))
+        if 2 * all_heads < 3 * group:  # too few are left for a group of their own
+            group = all_heads
+        if right is not None and left is None and not packed and n_tiles > programs:
+            stops = (min(config.queries * (i + 1), n_queries) for i in range(tiles_of_head))
+            seen = tuple(min(max(stop + offset, 1), n_keys) for stop in stops)
+            head_cost = config.head_cost * kv_heads / heads
+            group = heads_at_a_time(all_heads, seen, config.keys, programs, head_cost)
         tile_columns, value_columns = forward_widths(head_dims)
         tile_columns //= config.parts
         numbers: dict[str, float | None] = {
