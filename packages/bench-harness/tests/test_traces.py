@@ -426,6 +426,14 @@ def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
     }
 
 
+def test_a_window_that_two_recorders_name_counts_once():
+    def window(start, end):
+        return Event("phase:forward", start, end, (1, 1), end - start)
+
+    trace = Trace(on_device=True, ranges=[window(1, 9), window(0, 10), window(20, 30)])
+    assert trace.phases("forward") == [(0, 10), (20, 30)]
+
+
 def test_a_picture_has_the_marks_of_phases(gpu_trace):
     trace = kineto.load(gpu_trace)
     line = timeline(trace, trace.phases("backward")[0])

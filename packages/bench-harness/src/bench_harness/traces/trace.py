@@ -92,8 +92,19 @@ class Trace:
     launches: dict[int, Event] = field(default_factory=dict)
 
     def phases(self, name: str) -> list[Interval]:
-        """The windows recorded by :func:`phase` under ``name``, in order."""
-        return sorted(r.interval for r in self.ranges if r.name == PHASE + name)
+        """The windows recorded by :func:`phase` under ``name``, in order.
+
+        A window that a trace holds twice, as a range of torch and as one of NVTX, counts once.
+        """
+        found = sorted(
+            (each.interval for each in self.ranges if each.name == PHASE + name),
+            key=lambda window: (window[0], -window[1]),
+        )
+        outer: list[Interval] = []
+        for window in found:
+            if not outer or window[1] > outer[-1][1]:
+                outer.append(window)
+        return outer
 
     def host(self, event: Event) -> Event | None:
         """The host's call that launched a kernel, as far as it is known; on a CPU the operator."""
