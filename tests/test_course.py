@@ -227,6 +227,8 @@ def test_predictions_of_2026() -> None:
     assert f"k = √(N · 80 / {block('sdpa'):,.0f}) = {best:.2f}" in recomputed
     more = (16 * 80 + 2 * block("sdpa")) - (32 * 80 + block("sdpa"))
     assert f"need {more / 1024:.1f} GiB more" in recomputed
+    one_more = (block("sdpa") - 400) / 1024
+    assert f"takes {block('sdpa'):,.0f} − 400 MiB, {one_more:.2f} GiB" in recomputed
 
 
 @pytest.mark.nightly  # torch.utils.checkpoint imports torch's compiler, which takes seconds

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tools.pages import bucket_model, loss_curves, recomputation, timelines, versions
+from tools.pages import bucket_model, loss_curves, memory_order, recomputation, timelines, versions
 from tools.pages import rows as published
 
 from bench_harness import experiments
@@ -42,7 +42,7 @@ _NAMES = Path(__file__).with_name("variant_names.toml")
 _OWN_TABLES: dict[Any, Callable[[pd.DataFrame], pd.DataFrame]] = {
     own.TITLE: own.table for own in (bucket_model, loss_curves, recomputation)
 }
-_OWN_FIGURES = {own.FIGURE: own.figure for own in (bucket_model, loss_curves)}
+_OWN_FIGURES = {own.FIGURE: own.figure for own in (bucket_model, loss_curves, memory_order)}
 
 
 @dataclass(frozen=True, kw_only=True)

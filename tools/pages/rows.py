@@ -23,10 +23,11 @@ from bench_harness.store import Store, replace_file
 
 #: Columns of a case, the same in all of its rows. The label is also in the configuration.
 _CASE = ("experiment", "case_key", "label", "environment", "commit", "started", "seconds", "config")
-#: What a published row leaves to its case, or out: the machine's state, tracebacks, second clocks.
+#: What a published row leaves to its case, or out: the machine's state, tracebacks, second clocks,
+#: and of each sample all but its time and the GPU's clock.
 _LEFT_OUT = (
     *(*_CASE, "schema", "case_rows", "machine_before", "machine_after", "detail"),
-    *("samples_device_ms", "samples_fastest_rank_ms"),
+    *("samples_device_ms", "samples_fastest_rank_ms", "samples_power_w", "samples_temperature_c"),
 )
 #: Significant digits of a published number: finer than what two samples ever share.
 _DIGITS = 6

@@ -413,6 +413,24 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
         figure(rows.iloc[:3])
 
 
+def test_memory_in_order_begins_with_the_pass_that_is_drawn():
+    from tools.pages.memory_order import figure
+
+    line = {
+        "time_ms": [0.0, 1.0, 900.0, 901.0, 902.0],
+        "bytes": {"model": [2**30] * 5, "first step": [0, 2**31, 2**30, 2**30, 2**30],
+                  "forward": [0, 0, 2**30, 2**32, 2**30]},
+        "phase_starts_ms": {"model": 0.0, "first step": 1.0, "forward": 900.0},
+    }  # fmt: skip
+    rows = pd.DataFrame({"timeline": [None, line]})
+    (plot,) = figure(rows).axes
+    assert [text.get_text() for text in plot.texts] == ["forward", "peak 6 GiB"]
+    assert [area.get_label() for area in plot.collections] == ["held before", "forward"]
+    assert plot.get_ylim()[0] == 0
+    with pytest.raises(ValueError, match="one timeline, but got 2"):
+        figure(pd.DataFrame({"timeline": [line, line]}))
+
+
 def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
     from tools.pages.bucket_model import table
 

@@ -426,6 +426,25 @@ def test_a_file_shows_every_variant_on_one_axis(gpu_trace):
     }
 
 
+def test_a_window_that_two_recorders_name_counts_once():
+    def window(start, end):
+        return Event("phase:forward", start, end, (1, 1), end - start)
+
+    trace = Trace(on_device=True, ranges=[window(1, 9), window(0, 10), window(20, 30)])
+    assert trace.phases("forward") == [(0, 10), (20, 30)]
+
+
+def test_a_picture_has_the_marks_of_phases(gpu_trace):
+    trace = kineto.load(gpu_trace)
+    line = timeline(trace, trace.phases("backward")[0])
+    phases = [["forward", 0, 20_000], ["backward", 20_000, 90_000]]
+    drawn = timelines({"naive": whole({**line, "phases": phases})})
+    assert pages.phases_of(drawn["naive"]) == [("forward", 0.0, 0.02), ("backward", 0.02, 0.09)]
+    (plot,) = pages.draw(drawn).axes
+    texts = [text.get_text().strip() for text in plot.texts]
+    assert texts == ["naive", "forward", "backward", "0.045 ms exposed"]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
