@@ -143,7 +143,7 @@ def test_rows_of_a_file_come_from_one_commit() -> None:
 
 
 def test_a_dry_run_would_have_said_how_long_published_cases_take() -> None:
-    """Within a factor of two, by calculation alone: nearly every case, and all of them together."""
+    """Within a factor of two, by calculation alone: all but few, and all of them together."""
     ratios, expected, took = [], 0.0, 0.0
     for file in sorted(RESULTS.glob("*.jsonl*")):
         seconds = {row["case_key"]: row for row in published.read(file) if "seconds" in row}
@@ -162,7 +162,7 @@ def test_a_dry_run_would_have_said_how_long_published_cases_take() -> None:
     right = sum(0.5 <= ratio <= 2 for ratio in ratios)
     print(f"{right} of {len(ratios)} cases are right, {expected / took:.2f} of all seconds")
     assert len(ratios) > 100
-    assert right > 0.92 * len(ratios)
+    assert right > 0.98 * len(ratios)
     assert 0.67 < expected / took < 1.5
 
 

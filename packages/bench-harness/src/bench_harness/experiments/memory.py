@@ -163,8 +163,8 @@ class Memory(Experiment):
         return rows
 
     def work_s(self, case: Case) -> float:
-        """By the size of the model."""
-        return 0.7 + 0.4 * billions(case.config)
+        """By the size of the model, and what is run."""
+        return 0.7 + (0.4 if case.config["mode"] == "forward" else 0.69) * billions(case.config)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Peaks beside predictions, what is kept for backward, the largest allocations."""

@@ -212,9 +212,10 @@ class TrainStep(Experiment):
             return float(2 + count * (0.2 * config["rounds"] + 5 * billions(config)))
         if config["alone"]:
             return 4.0 * count
-        tokens = 0.8 + config.get("batch", 0) * config.get("sequence", 0) / 20000
-        each = (8 + 1.5 * config["rounds"]) * (0.4 + 0.3 * billions(config) * tokens)
-        return float(10 + count * each)
+        fast = 4200 if config["variants"][0]["precision"] == "fp32" else 20000
+        work = 0.8 + config.get("batch", 0) * config.get("sequence", 0) / fast
+        steps = count * (8 + 1.5 * config["rounds"])
+        return float(10 + steps * (0.4 + 0.3 * billions(config) * work))
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, all-reduces."""
