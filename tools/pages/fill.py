@@ -15,7 +15,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tools.pages import bucket_model, loss_curves, memory_order, recomputation, timelines, versions
+from tools.course import bucket_model, memory_order
+from tools.pages import loss_curves, recomputation, timelines, versions
 from tools.pages import rows as published
 
 from bench_harness import experiments

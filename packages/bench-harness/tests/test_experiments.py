@@ -392,7 +392,7 @@ def sweep_of(*sizes):
 
 
 def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
-    from tools.pages.bucket_model import figure, table
+    from tools.course.bucket_model import figure, table
 
     rows = pd.DataFrame(
         {
@@ -414,7 +414,7 @@ def test_bucket_sweep_is_drawn_even_where_noise_makes_the_overhead_negative():
 
 
 def test_memory_in_order_begins_with_the_pass_that_is_drawn():
-    from tools.pages.memory_order import figure
+    from tools.course.memory_order import figure
 
     line = {
         "time_ms": [0.0, 1.0, 900.0, 901.0, 902.0],
@@ -432,7 +432,7 @@ def test_memory_in_order_begins_with_the_pass_that_is_drawn():
 
 
 def test_all_reduces_alone_predict_the_same_optimum_where_the_model_holds():
-    from tools.pages.bucket_model import table
+    from tools.course.bucket_model import table
 
     size, bandwidth, per_call = 8e9, 3e11, 4e-4
     counts = [8.0, 80.0, 400.0]

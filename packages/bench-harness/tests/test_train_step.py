@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
-from tools.pages import bucket_model
+from tools.course import bucket_model
 from torch.distributed.fsdp import FSDPModule
 
 from bench_harness import experiments, options
