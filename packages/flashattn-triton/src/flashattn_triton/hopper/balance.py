@@ -23,6 +23,7 @@ from operator import add
 
 _OVERHEAD = 192  # keys whose step takes as long as what a tile takes beside its steps
 _TURNS = 64  # after which an order is balanced well enough
+_GOOD = 1.03  # times the mean is so little that other sizes are not tried
 _FEW_TILES = 16  # of a head, with which a few heads at a time may be balanced
 
 
@@ -47,29 +48,35 @@ def heads_at_a_time(
         last, lead = _ends(simulated, costs, min(group, simulated), programs)
         return last * (1 + head_cost * (group + lead * programs / tiles))
 
-    sizes = {heads, -(-2 * programs // tiles)}
-    for turns in (2, 4):
-        size = max(1, turns * programs // tiles)
-        pairs = max(1, round(heads / (2 * size)))  # of groups with falling and with rising lengths
-        sizes |= {size, -(-heads // (2 * pairs))}
+    sizes = [2 * programs // tiles, 4 * programs // tiles]
+    for size in sizes[:]:
+        pairs = max(1, round(heads / (2 * max(1, size))))  # of falling and rising lengths
+        sizes.append(-(-heads // (2 * pairs)))
+    sizes += [-(-2 * programs // tiles), heads]
     if tiles <= _FEW_TILES:
-        sizes |= {1, 2, 3, 6}
-    return min((size for size in sorted(sizes) if size <= heads), key=time)
+        sizes += [1, 2, 3, 6]
+    times: dict[int, float] = {}
+    for size in dict.fromkeys(min(max(1, size), heads) for size in sizes):
+        times[size] = time(size)
+        if times[size] < _GOOD:
+            break
+    return min(times, key=times.__getitem__)
 
 
 def _ends(heads: int, costs: Sequence[float], group: int, programs: int) -> tuple[float, float]:
     """(the last program's end over the mean, by how many mean tiles the first leads the last)."""
-    order: list[float] = []
     groups = math.ceil(heads / group)
-    for number in range(groups, 0, -1):  # the last one's lengths fall
-        of_group = heads - (groups - 1) * group if number == 1 else group
-        falling = costs[::-1] if number % 2 else costs
-        order += [cost for cost in falling for _ in range(of_group)]
+    left = heads - (groups - 1) * group  # for the last group, whose lengths fall
+    order: list[float] = []
+    blocks = [[cost for cost in way for _ in range(group)] for way in (costs, costs[::-1])]
+    for number in range(groups, 1, -1):
+        order += blocks[number % 2]
+    order += [cost for cost in costs[::-1] for _ in range(left)]
     ends, lead = [0.0] * programs, 0.0
-    for first in range(0, len(order), programs):
-        turn = order[first : first + programs]
+    for at in range(0, len(order), programs):
+        turn = order[at : at + programs]
         turn += [0.0] * (programs - len(turn))
-        if first // programs % 2:
+        if at // programs % 2:
             turn.reverse()
         ends = [*map(add, ends, turn)]
         lead += max(ends) - min(ends)
