@@ -165,12 +165,10 @@ class _Part(ScoreTiles):
 
         Keys are cut alike for all queries.
         """
-        n_keys = self.k.shape[1]
         for queries in tiles(self.n_queries, self.tile):
-            for first, last in self.band.key_tiles(*queries, n_keys or 1):
-                for keys in tiles(n_keys, self.tile):
-                    if keys[0] < last and keys[1] > first:
-                        yield queries, self.rows(*queries), keys
+            for start, _ in self.key_tiles(*queries, self.tile):
+                end = min(start + self.tile, self.band.n_keys)
+                yield queries, self.rows(*queries), (start, end)
 
     def _tangent(
         self, queries: Range, keys: Range

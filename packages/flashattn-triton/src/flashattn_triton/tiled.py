@@ -58,17 +58,15 @@ def tiled_forward(
             row_max = score_tiles.sinks(start, end)  # m
             row_sum = (~torch.isneginf(row_max)).to(row_max.dtype)  # l: a sink is a key before all
             acc = torch.zeros_like(out[:, rows])
-            for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
-                if score_tiles.hides(k_start, k_end):
-                    continue
-                scores, _ = score_tiles.scores((start, end), (k_start, k_end))
+            for keys in score_tiles.key_tiles(start, end, key_tile):
+                scores, _ = score_tiles.scores((start, end), keys)
                 new_max = torch.maximum(row_max, scores.amax(dim=-1))
                 # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
                 shift = new_max.masked_fill(torch.isneginf(new_max), 0.0)
                 p = torch.exp(scores - shift[..., None])
                 decay = torch.exp(row_max - shift)
                 row_sum = row_sum * decay + p.sum(dim=-1)
-                acc = torch.baddbmm(acc * decay[..., None], p, v[:, k_start:k_end])
+                acc = torch.baddbmm(acc * decay[..., None], p, v[:, slice(*keys)])
                 row_max = new_max
             # Rows without visible keys: 0 / 1 = 0, and -inf + log 0 = -inf.
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
@@ -148,11 +146,9 @@ def _gradients_of_scores(
     empty = torch.isneginf(lse)
     delta = delta.masked_fill(empty, 0.0)
     lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-    for keys in tiles(v.shape[1], key_tile):
-        if score_tiles.hides(*keys):
-            continue
-        for queries in score_tiles.band.query_tiles(*keys, query_tile):
-            rows = score_tiles.rows(*queries)
+    for queries in tiles(score_tiles.n_queries, query_tile):
+        rows = score_tiles.rows(*queries)
+        for keys in score_tiles.key_tiles(*queries, key_tile):
             scores, slope = score_tiles.scores(queries, keys)
             p = torch.exp(scores - lse[:, rows, None])
             dp = torch.bmm(do[:, rows], v[:, slice(*keys)].transpose(1, 2))
@@ -176,7 +172,6 @@ class Band:
     window; ``prefix`` is the shortest and the longest one, which decide what tiles there are.
     """
 
-    n_queries: int
     n_keys: int
     low: int
     high: int
@@ -197,19 +192,15 @@ class Band:
         low = -n_queries if left is None else diagonal - left
         high = n_keys if right is None else diagonal + right
         prefix = (min(*lengths, n_keys), min(max(lengths), n_keys))
-        return cls(n_queries, n_keys, low, high, prefix)
+        return cls(n_keys, low, high, prefix)
 
     def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Key ranges of which some key is visible to some of the given queries."""
-        first = max(0, query_start + self.low)
-        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
-        for start in range(first, last, size):
-            yield start, min(start + size, last)
+        """Key ranges of which some key is visible to some of the given queries.
 
-    def query_tiles(self, key_start: int, key_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Query ranges of which some query sees some of the given keys."""
-        first = 0 if key_start < self.prefix[1] else max(0, key_start - self.high)
-        last = min(self.n_queries, key_end - self.low)
+        They start at multiples of ``size``.
+        """
+        first = max(0, query_start + self.low) // size * size
+        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
         for start in range(first, last, size):
             yield start, min(start + size, last)
 
@@ -268,10 +259,11 @@ class ScoreTiles:
         with torch.autocast(query.device.type, enabled=False):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
-    def hides(self, start: int, end: int) -> bool:
-        """Whether the mask hides keys ``start`` to ``end`` from everyone."""
-        hidden = self._hidden_keys
-        return hidden is not None and bool(hidden[start:end].all())
+    def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
+        """The band's, without those whose keys the mask hides from everyone."""
+        for keys in self.band.key_tiles(query_start, query_end, size):
+            if self._hidden_keys is None or not self._hidden_keys[slice(*keys)].all():
+                yield keys
 
     def rows(self, start: int, end: int) -> slice:
         """Where queries ``start`` to ``end`` are in folded tensors."""
