@@ -433,8 +433,19 @@ def test_transforms(implementation: Any) -> None:
         return out.square().sum()
 
     close((torch.func.grad(loss)(bias),), (torch.func.grad(loss)(bias, "reference"),))
-    with pytest.raises(ValueError, match=r"bias must be None under torch\.func\.vmap"):
-        torch.func.vmap(loss)(bias[None])
+    several = torch.stack([bias, -bias])
+    actual = torch.func.vmap(torch.func.grad(loss))(several)
+    close(actual, [torch.func.grad(loss)(own) for own in several])
+    seen = torch.rand(3, 2, 1, 1, 33, device=DEVICE) > 0.5
+
+    def masked(own: Tensor, q: Tensor) -> Tensor:
+        out = flash_attention(q, k, v, bias=bias, mask=own, implementation=implementation)
+        assert isinstance(out, Tensor)
+        return out
+
+    for dim, given in ((0, q.expand(3, *q.shape)), (None, q)):
+        actual = torch.func.vmap(masked, in_dims=(0, dim))(seen, given)
+        close(actual, [masked(own, q) for own in seen])
 
 
 # ---- bad input, and what is said -----------------------------------------------------------------

@@ -2,14 +2,8 @@
 
 Softmax over a row of scores S with the logsumexp L = log Σ_j exp(S_j) has the output
 O = Σ_j exp(S_j - L) V_j. If further terms join the sum, every weight shrinks by the same factor:
-
-- :func:`merge` joins attention to several sets of keys: the output of a set with the logsumexp
-  L_p has the weight exp(L_p - L), where L is the logsumexp of all L_p.
-- :func:`add_sinks` joins one logit s per head that has no value: O · sigmoid(L - s). The kernels
-  take sinks into their softmax; this is what they compute, written out.
-
-Both are differentiable in all their inputs, because ``flash_attention`` is differentiable through
-the logsumexp. They compute in fp32, or in fp64 if a tensor is.
+of attention to several sets of keys, the output of a set with the logsumexp L_p has the weight
+exp(L_p - L), where L is the logsumexp of all L_p. Computed in fp32, or in fp64 if a tensor is.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Attention to all keys, from attention of the same queries to disjoint sets of keys.
 
-    A query that no set shows a key has output 0 and logsumexp -inf.
+    A query that no set shows a key has output 0 and logsumexp -inf. Differentiable in all inputs.
 
     Args:
         outputs: one for each set of keys, of equal shape, dtype and device: (..., H, N, E) for
@@ -88,24 +82,10 @@ def merge(
     total = total.masked_fill(empty, 1.0)
     merged = torch.zeros_like(outputs[0], dtype=accumulated(outputs[0]).dtype)
     for out, weight in zip(outputs, weights, strict=True):
-        merged = merged + out * _like_output(weight / total, layout)
+        share = weight / total
+        merged = merged + out * (share if layout == "bhsd" else share.mT).unsqueeze(-1)
     lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
     return merged.to(outputs[0].dtype), lse
-
-
-def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp with one more logit per head in the softmax's denominator.
-
-    Args:
-        out: (..., H, N, E) for layout "bhsd", (..., N, H, E) for "bshd".
-        lse: (..., H, N), without the sinks.
-        sinks: (H,), or with any leading dimensions that broadcast with those of ``lse``.
-        layout: of ``out``.
-    """
-    logits = accumulated(sinks)[..., None]
-    weight = torch.sigmoid(accumulated(lse) - logits)
-    with_sinks = (out * _like_output(weight, layout)).to(out.dtype)
-    return with_sinks, torch.logaddexp(accumulated(lse), logits)
 
 
 def sinks_gradient(
@@ -114,7 +94,7 @@ def sinks_gradient(
     """The gradient of sinks: -Σ exp(s - L) · (rowsum(O ∘ dO) - dL) over the rows of each head.
 
     Args:
-        sinks: (H,), or with leading dimensions, which all others have too.
+        sinks: (H,).
         out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
         lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
     """
@@ -122,10 +102,5 @@ def sinks_gradient(
     if grad_lse is not None:
         delta = delta - grad_lse
     empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
-    share = torch.exp(accumulated(sinks)[..., None, :, None] - lse).masked_fill(empty, 0.0)
-    return -(share * delta.masked_fill(empty, 0.0)).sum((-3, -1)).to(sinks.dtype)
-
-
-def _like_output(x: Tensor, layout: Layout) -> Tensor:
-    """(..., H, N) as a factor of an output in ``layout``."""
-    return (x if layout == "bhsd" else x.transpose(-1, -2)).unsqueeze(-1)
+    share = torch.exp(accumulated(sinks)[:, None] - lse).masked_fill(empty, 0.0)
+    return -(share * delta.masked_fill(empty, 0.0)).sum((0, 2)).to(sinks.dtype)

@@ -57,8 +57,7 @@ from flashattn_triton.operator_rules import (
     forward_flops,
     register_for,
     tangents_flops,
-    vmap_backward,
-    vmap_forward,
+    vmap_rule,
 )
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
@@ -436,20 +435,6 @@ def _fake_tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out), torch.empty_like(lse)
 
 
-def _vmap_tangents(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    """One after another: any input may be mapped."""
-    results = [
-        TANGENTS(
-            *(
-                x.select(dim, i) if isinstance(dim, int) else x
-                for x, dim in zip(arguments, in_dims, strict=True)
-            )
-        )
-        for i in range(info.batch_size)
-    ]
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0, 0)
-
-
 def _unpack(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """A tensor and its tangent. Compiled code enters the only level there is without a record."""
     return (None, None) if x is None else forward_ad.unpack_dual(x, level=0)
@@ -566,24 +551,25 @@ def _differentiable(
 
 # ---- registration --------------------------------------------------------------------------------
 
-for _name, _operator, _apply, _of_duals, _n_tensors, _run, _fake, _vmap, _flops in (
+for _name, _operator, _apply, _of_duals, _n_tensors, _run, _fake, _flops in (
     (
         "forward", FORWARD, lambda *given: Attend.apply(given[TENSORS:], *given[:TENSORS]),
-        _forward_of_duals, TENSORS, _forward, _fake_forward, vmap_forward, forward_flops,
+        _forward_of_duals, TENSORS, _forward, _fake_forward, forward_flops,
     ),
     (
         "backward", BACKWARD, _AttendBackward.apply, _backward_of_duals, TENSORS + RESULTS,
-        _backward, _fake_backward, vmap_backward, backward_flops,
+        _backward, _fake_backward, backward_flops,
     ),
     (
         "tangents", TANGENTS, _AttendTangents.apply,
         lambda tensors, rest: _tangents(*tensors, *rest), TENSORS_OF_TANGENTS, _tangents,
-        _fake_tangents, _vmap_tangents, tangents_flops,
+        _fake_tangents, tangents_flops,
     ),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _differentiable(_operator, _apply, _of_duals, _n_tensors), "Autograd")
     torch.library.register_fake(f"flashattn_triton::{_name}", _fake, lib=_LIBRARY)
+    _vmap = vmap_rule(_operator, _n_tensors - len(GIVEN))
     torch.library.register_vmap(f"flashattn_triton::{_name}", _vmap, lib=_LIBRARY)
     register_flop_formula(_operator.overloadpacket, get_raw=True)(_flops)
 
