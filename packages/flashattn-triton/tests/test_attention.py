@@ -523,7 +523,7 @@ def test_assignment_function_checks_its_inputs() -> None:
     q, k, v = inputs(2, 40, 16)
     with pytest.raises(ValueError, match=r"Q must have at least three dimensions \(..., sequence"):
         FlashAttention2Triton.apply(q[0], k[0], v[0])
-    with pytest.raises(ValueError, match=r"same leading dimensions, but got .* for K"):
+    with pytest.raises(ValueError, match=r"K must have .* the same leading dimensions as Q"):
         FlashAttention2Triton.apply(q, k[:1], v)
 
 

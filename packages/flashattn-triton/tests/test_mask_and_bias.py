@@ -443,8 +443,8 @@ def test_transforms(implementation: Any) -> None:
         assert isinstance(out, Tensor)
         return out
 
-    for dim, given in ((0, q.expand(3, *q.shape)), (None, q)):
-        actual = torch.func.vmap(masked, in_dims=(0, dim))(seen, given)
+    for dim, rows in ((0, q.expand(3, *q.shape)), (None, q)):
+        actual = torch.func.vmap(masked, in_dims=(0, dim))(seen, rows)
         close(actual, [masked(own, q) for own in seen])
 
 

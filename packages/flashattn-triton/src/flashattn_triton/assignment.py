@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton.inputs import check_tensors
+from flashattn_triton.inputs import check_dense, check_tensors
 from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
 from flashattn_triton.problem import Implementation, new_problem
 
@@ -87,8 +87,16 @@ class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
 def _forward(
     ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool, implementation: Implementation
 ) -> Tensor:
-    _check(Q, K, V)
+    check_tensors(Q=Q, K=K, V=V)
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
+            raise ValueError(
+                f"{name} must have at least three dimensions (..., sequence, head_dim), the same "
+                f"leading dimensions as Q, but got shape {tuple(x.shape)} beside Q's "
+                f"{tuple(Q.shape)}. Expand it, or add a batch dimension with {name}[None]."
+            )
     query, key, value = (_as_heads(x) for x in (Q, K, V))
+    check_dense(query, key, value)
     ctx.arguments = operator_arguments(
         new_problem(head_dim=Q.shape[-1], causal=bool(is_causal), implementation=implementation)
     )
@@ -102,43 +110,6 @@ def _forward(
 def _as_heads(x: Tensor) -> Tensor:
     """(..., N, D) to (B, H, N, D): the last leading dimension becomes heads."""
     return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
-
-
-def _check(Q: Tensor, K: Tensor, V: Tensor) -> None:
-    """Raises a ValueError unless Q, K, V are what the module documents."""
-    check_tensors(Q=Q, K=K, V=V)
-    for name, x in (("Q", Q), ("K", K), ("V", V)):
-        if x.dim() < 3:
-            raise ValueError(
-                f"{name} must have at least three dimensions (..., sequence, head_dim), but got "
-                f"shape {tuple(x.shape)}. Add a batch dimension with {name}[None]."
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, but got {x.dtype}. Convert it first.")
-        if x.dtype != Q.dtype:
-            raise ValueError(
-                f"Q, K, V must share one dtype, but got {Q.dtype} for Q and {x.dtype} for {name}. "
-                "Convert one of them."
-            )
-        if x.device != Q.device:
-            raise ValueError(
-                f"Q, K, V must be on one device, but got {Q.device} for Q and {x.device} for "
-                f"{name}. Move one of them."
-            )
-        if x.shape[:-2] != Q.shape[:-2]:
-            raise ValueError(
-                f"Q, K, V must have the same leading dimensions, but got {tuple(Q.shape)} for Q "
-                f"and {tuple(x.shape)} for {name}. Expand {name} first."
-            )
-    if K.shape[-1] != Q.shape[-1]:
-        raise ValueError(
-            f"K must have Q's head_dim {Q.shape[-1]}, but got shape {tuple(K.shape)}. Project K."
-        )
-    if V.shape[-2] != K.shape[-2]:
-        raise ValueError(
-            f"V must have K's sequence length {K.shape[-2]}, but got shape {tuple(V.shape)}. Pass "
-            "one value for each key."
-        )
 
 
 # ---- the backward pass in PyTorch ---------------------------------------------------------------

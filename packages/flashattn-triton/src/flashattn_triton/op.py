@@ -213,11 +213,11 @@ def _call_for(*arguments: Any) -> CachedCall:
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 NUMBERS = (  # of Problem.pack
     "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, float scale, "
-    "SymInt window_left, SymInt window_right, float softcap, bool deterministic, "
-    "str implementation, bool fp32_out, bool largest_only, int[] tiling"
+    "SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
+    "str implementation, ScalarType? out_dtype, bool largest_only, int[]? tiling"
 )
 _PROBLEM = f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, {NUMBERS}"
-FP32_OUT, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
+OUT_DTYPE, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -275,8 +275,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     if rest[LARGEST_ONLY]:
         out = query.new_empty(0)
     else:
-        dtype = torch.float32 if rest[FP32_OUT] else None
-        out = empty_result(query, value.shape[-1], layout, dtype)
+        out = empty_result(query, value.shape[-1], layout, rest[OUT_DTYPE])
     return out, as_given(lse, layout)
 
 

@@ -40,7 +40,7 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def vmap_rule(operator: Callable[..., Any], n_rows: int) -> Callable[..., tuple[Any, Any]]:
-    """The rule of an operator whose first ``n_rows`` tensors, before those that are given, are rows.
+    """The rule of an operator that takes ``n_rows`` tensors of rows before those that are given.
 
     The mapped dimension becomes a part of the batch; where tensors are given, which may be shared
     or mapped, its elements are computed one after another.

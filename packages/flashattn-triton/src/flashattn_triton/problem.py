@@ -126,42 +126,29 @@ class Problem:
         return left, 0 if self.causal in ("top-left", "bottom-right") else right
 
     def pack(self) -> tuple[Any, ...]:
-        """As the numbers and strings that the operators take.
-
-        No limit of a window is -1, no soft-cap is 0, no explicit tiling is an empty list.
-        """
-        left, right = self.window
+        """As the numbers and strings that the operators take."""
         return (
-            self.layout,
-            *self.longest,
-            self.causal,
-            self.scale,
-            -1 if left is None else left,
-            -1 if right is None else right,
-            0.0 if self.softcap is None else self.softcap,
-            self.deterministic,
-            self.implementation,
-            self.out_dtype is not None,
-            self.largest_only,
-            [] if self.tiling is None else self.tiling.pack(),
-        )
+            self.layout, *self.longest, self.causal, self.scale, *self.window, self.softcap,
+            self.deterministic, self.implementation, self.out_dtype, self.largest_only,
+            None if self.tiling is None else self.tiling.pack(),
+        )  # fmt: skip
 
     @classmethod
     def unpack(cls, numbers: Sequence[Any]) -> Problem:
         """The problem that :meth:`pack` wrote."""
-        layout, longest_q, longest_k, causal, scale, left, right, *rest = numbers
-        softcap, deterministic, implementation, in_fp32, largest_only, tiling = rest
+        layout, longest_q, longest_k, causal, scale, left, right, softcap, *rest = numbers
+        deterministic, implementation, out_dtype, largest_only, tiling = rest
         return cls(
             layout=layout,
             longest=(longest_q, longest_k),
             causal=causal,
             scale=scale,
-            window=(None if left < 0 else left, None if right < 0 else right),
-            softcap=softcap or None,
+            window=(left, right),
+            softcap=softcap,
             deterministic=deterministic,
             implementation=implementation,
-            tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
-            out_dtype=torch.float32 if in_fp32 else None,
+            tiling=None if tiling is None else Tiling.unpack(tiling),
+            out_dtype=out_dtype,
             largest_only=largest_only,
         )
 
@@ -216,11 +203,6 @@ def seen_keys(
     return 0, n_keys if right is None else least(n_keys, n_queries + right)
 
 
-# Problems by the arguments that they were made of; emptied when it is full.
-_problems: dict[Any, Problem] = {}
-_LIMIT = 4096
-
-
 def new_problem(
     layout: str | None = None,
     head_dim: int = 0,
@@ -246,25 +228,18 @@ def new_problem(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    sides = (None, None) if window is None else _normalise_window(window)
     arguments = (
-        layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
+        layout, head_dim, longest, causal, scale, sides, softcap, deterministic, implementation,
         tiling, out_dtype,
     )  # fmt: skip
-    if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
-        return _checked(*arguments)
-    # Equal values of unequal types (True and 1) are not equally valid.
-    sides = None if window is None else tuple(map(type, window)) if type(window) is tuple else 0
-    key = (*arguments, type(causal), type(scale), type(softcap), type(deterministic), sides)
-    try:
-        problem = _problems.get(key)
-    except TypeError:  # an argument that cannot be hashed, valid or not
-        return _checked(*arguments)
-    if problem is None:
-        problem = _checked(*arguments)
-        if len(_problems) >= _LIMIT:
-            _problems.clear()
-        _problems[key] = problem
-    return problem
+    problem = None
+    if not torch.compiler.is_compiling():  # compilers trace a cache's results as constants
+        try:
+            problem = _cached(*arguments)
+        except TypeError:  # of an argument that is not valid: named below
+            problem = None
+    return problem or _checked(*arguments)
 
 
 def _checked(
@@ -286,7 +261,7 @@ def _checked(
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),
-        window=_normalise_window(window),
+        window=window,
         softcap=_normalise_softcap(softcap),
         deterministic=normalise_flag("deterministic", deterministic),
         layout="bhsd" if layout is None else layout,
@@ -295,6 +270,10 @@ def _checked(
         tiling=tiling,
         out_dtype=out_dtype,
     )
+
+
+# Equal values of unequal types (True and 1) are not equally valid.
+_cached = functools.lru_cache(maxsize=4096, typed=True)(_checked)
 
 
 def normalise_flag(name: str, flag: object) -> bool:
@@ -332,8 +311,6 @@ def _normalise_scale(scale: float | None, head_dim: int) -> float:
 
 
 def _normalise_window(window: Any) -> tuple[int | None, int | None]:
-    if window is None:
-        return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
         size = window if isinstance(window, int) and window > 1 else 128
         raise ValueError(
