@@ -19,7 +19,6 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import (
     check_tensors,
-    in_one_batch,
     refuse_unknown,
     refuse_with_packed_rows,
     warn_once,
@@ -28,8 +27,7 @@ from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
     check_prefix_options,
-    resolve_mask_and_bias,
-    with_mask,
+    in_four_dimensions,
 )
 from flashattn_triton.problem import (
     IMPLEMENTATIONS,
@@ -39,7 +37,6 @@ from flashattn_triton.problem import (
     Keywords,
     Problem,
     check_choice,
-    check_layout,
     heads_first,
     new_problem,
 )
@@ -282,24 +279,18 @@ def explain(
         options.pop(name, None)
         for name in ("layout", "document_ids", "max_documents", "key_lengths")
     )
-    check_layout(layout)
-    layout = layout or "bhsd"
-    leading, batch = query.shape[:-3], in_one_batch(query, key, value)
-    mask, bias = given["mask"], given["bias"]
-    if mask is not None:
-        given["mask"], given["bias"], *_ = with_mask(mask, bias, query, key, value, layout)
-    query, key, value = (heads_first(x, layout) for x in batch)
-    lengths = (query.shape[2], key.shape[2])
-    mask_and_bias = resolve_mask_and_bias(
-        tuple(given.values()), leading, query.shape[1], lengths, query.device
+    query, key, value, resolved = in_four_dimensions(
+        layout, query, key, value, tuple(given.values())
     )
+    query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
     problem = new_problem("bhsd", query.shape[-1], **options)
     if given["prefix_lengths"] is not None:
         check_prefix_options(problem)
+    bias = given["bias"]
     if documents is not None:
         del given["alibi_slopes"], given["sinks"]
         refuse_with_packed_rows("document_ids", **given)
-    plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
+    plan = choose(query, key, value, problem, tensors=resolved.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":

@@ -30,8 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal, check_tensors
-from flashattn_triton.problem import DTYPES, Problem, broadcasts, seen_keys
+from flashattn_triton.inputs import check_equal, check_tensors, in_one_batch
+from flashattn_triton.problem import (
+    DTYPES,
+    Problem,
+    broadcasts,
+    check_layout,
+    heads_first,
+    seen_keys,
+)
 
 Given = tuple[Tensor | None, ...]
 
@@ -198,6 +205,29 @@ def resolve_mask_and_bias(
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
     return MaskAndBias(alibi_slopes, bias, prefix_lengths, mask, sinks)
+
+
+def in_four_dimensions(
+    layout: str | None, query: Tensor, key: Tensor, value: Tensor, tensors: Given
+) -> tuple[Tensor, Tensor, Tensor, MaskAndBias]:
+    """Query, key and value with one batch dimension, and the tensors :data:`NAMES` in one shape.
+
+    The dimensions before their last three become the batch. Keys and values that a mask hides from
+    all queries become zeros.
+    """
+    check_layout(layout)
+    layout, leading = layout or "bhsd", query.shape[:-3]
+    batch = in_one_batch(query, key, value)
+    slopes, bias, prefix_lengths, mask, sinks = tensors
+    if mask is not None:
+        mask, bias, key, value = with_mask(mask, bias, query, key, value, layout)
+        batch = in_one_batch(query, key, value)
+    query, key, value = batch
+    q, k = (heads_first(x, layout) for x in (query, key))
+    tensors = (slopes, bias, prefix_lengths, mask, sinks)
+    lengths = (q.shape[2], k.shape[2])
+    resolved = resolve_mask_and_bias(tensors, leading, q.shape[1], lengths, query.device)
+    return query, key, value, resolved
 
 
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
