@@ -42,8 +42,6 @@ from flashattn_triton.problem import (
     normalise_flag,
 )
 
-_LENGTHS = (int, type(None))
-
 
 @overload
 def flash_attention(
@@ -293,20 +291,15 @@ def flash_attention_varlen(
     ):
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
     given = (alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
-    if type(max_seqlen_q) not in _LENGTHS or type(max_seqlen_k) not in _LENGTHS:
-        max_seqlen_q, max_seqlen_k = as_length(max_seqlen_q), as_length(max_seqlen_k)
-    if (
-        query.dim() != 3
-        or key.dim() != 3
-        or type(max_seqlen_q) not in _LENGTHS
-        or type(max_seqlen_k) not in _LENGTHS
-    ):
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if query.dim() != 3 or key.dim() != 3:
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, 0, 0)
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     tokens = query.shape[0], key.shape[0]
-    longest_q = tokens[0] if max_seqlen_q is None else max_seqlen_q
-    longest = longest_q, tokens[1] if max_seqlen_k is None else max_seqlen_k
+    longest = (
+        as_length("max_seqlen_q", max_seqlen_q, tokens[0]),
+        as_length("max_seqlen_k", max_seqlen_k, tokens[1]),
+    )
     try:
         problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
@@ -319,10 +312,9 @@ def flash_attention_varlen(
         refuse_unknown("flash_attention_varlen", allowed, {**keywords})
         raise
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if keywords.get("causal") is True:
-        lengths = tokens if max_seqlen_q is None or max_seqlen_k is None else longest
-        if lengths[0] != lengths[1]:
-            warn_of_alignment(*lengths, stacklevel=2)
+    if keywords.get("causal") is True and not torch.compiler.is_compiling():
+        known = longest[0] != tokens[0] and longest[1] != tokens[1]
+        warn_of_alignment(*(longest if known else tokens), stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 

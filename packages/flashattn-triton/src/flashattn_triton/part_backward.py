@@ -93,8 +93,10 @@ def flash_attention_backward(
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
-    longest = as_length(max_seqlen_q, query.shape[0]), as_length(max_seqlen_k, key.shape[0])
-    longest = longest if packed else (0, 0)
+    longest = (0, 0)
+    if packed:
+        longest_q = as_length("max_seqlen_q", max_seqlen_q, query.shape[0])
+        longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, key.shape[0])
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
