@@ -80,9 +80,10 @@ def as_length(name: str, length: Any, tokens: int) -> Any:
         return length
     if length is None or isinstance(length, torch.SymInt):
         return tokens if length is None else length
-    if isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point():
-        if torch.compiler.is_compiling() or isinstance(length, FakeTensor) or not length.is_cpu:
-            return tokens
+    is_number = isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point()
+    traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
+    if is_number and (traced or not length.is_cpu):
+        return tokens
     try:
         number = -1 if isinstance(length, bool) else operator.index(length)
     except TypeError:
