@@ -28,7 +28,7 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
 from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
-from flashattn_triton.tiled import Band, tiled_backward, tiled_bias_backward, tiled_forward
+from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(32, 32, 4, 1)
@@ -142,7 +142,8 @@ def test_tiled_in_small_tiles(
     gradients = tiled_backward(*arguments, query_tile=32, key_tile=16)
     results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     if inputs.bias is not None:
-        results["dbias"] = tiled_bias_backward(*arguments, query_tile=32, key_tile=16)
+        sizes = {"query_tile": 32, "key_tile": 16}
+        results["dbias"] = tiled_backward(*arguments, of_bias=True, **sizes)[3]
     assert_results_close(inputs, results)
 
 

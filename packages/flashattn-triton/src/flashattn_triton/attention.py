@@ -167,13 +167,13 @@ def flash_attention(
         check_tensors(query=query, key=key, value=value)
     leading = None
     if document_ids is not None or key_lengths is not None:
-        out, lse = _attend_to_packed_rows(
+        results = _attend_to_packed_rows(
             query, key, value, document_ids, max_documents, key_lengths, layout,
             (alibi_slopes, bias, prefix_lengths, mask, sinks), causal=causal, scale=scale,
             window=window, softcap=softcap, deterministic=deterministic,
             implementation=implementation, tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
-        return (out, lse) if return_lse else out
+        return results if return_lse else results[0]
     if mask is not None or query.dim() != 4:
         if query.dim() != 4:
             layout, leading = layout or "bhsd", query.shape[:-3]
@@ -314,7 +314,8 @@ def flash_attention_varlen(
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True and not torch.compiler.is_compiling():
         known = longest[0] != tokens[0] and longest[1] != tokens[1]
-        warn_of_alignment(*(longest if known else tokens), stacklevel=2)
+        n_queries, n_keys = longest if known else tokens
+        warn_of_alignment(n_queries, n_keys, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 

@@ -116,23 +116,21 @@ def choose(
         problem = replace(problem, implementation=implementation)
     if tiling is not None:
         problem = replace(problem, tiling=tiling)
-    kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
-    plan = _choose(*kind, problem, tensors)
-    if (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
-        reason = "no scores: there is nothing to compute"  # and nothing that the TMA can read
+    is_empty = query.numel() == 0 or key.numel() == 0
+    unreadable = None
+    if query.is_cuda and not is_empty:
+        refusals = (
+            tma_refusal(name, x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
+        unreadable = next(filter(None, refusals), None)
+    head_dims = (query.shape[-1], value.shape[-1])
+    plan = _choose(query.device, query.dtype, head_dims, problem, tensors, unreadable)
+    if is_empty and plan.tiling is not None:
+        reason = "no scores: there is nothing to compute"
         if problem.packed:
             return Plan(tier="triton", tiling=plan.tiling, reason=reason)
         return Plan(tier="tiled", tiling=None, reason=reason)
-    if plan.tier != "hopper":
-        return plan
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        memory_layout = (x.shape, x.stride(), x.data_ptr() % 16)
-        refusal = tma_refusal(name, *memory_layout, x.element_size())
-        if refusal is not None and problem.implementation == "hopper":
-            raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
-        if refusal is not None:
-            plan = _choose(*kind, replace(problem, implementation="triton", tiling=None), tensors)
-            return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
     return plan
 
 
@@ -142,8 +140,9 @@ def _choose(
     head_dims: tuple[int, int],
     problem: Problem,
     tensors: tuple[str, ...],
+    unreadable: str | None = None,
 ) -> Plan:
-    """The plan as far as it does not depend on memory."""
+    """The plan; ``unreadable``: why the TMA cannot read tensors."""
     implementation, tiling = problem.implementation, problem.tiling
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"
@@ -176,6 +175,7 @@ def _choose(
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
     by_name = implementation == "hopper"
     refusal = eligibility.refusal(gpu.capability, dtype, head_dims, problem, tensors, by_name)
+    refusal = refusal or unreadable
     if refusal is None:
         return Plan(
             tier="hopper",
@@ -233,7 +233,8 @@ def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
     """
     if gpu.capability[0] != 9:
         return
-    for name, rows, tiles in tiling.owners():
+    for name, tiles in tiling.kernels.items():
+        rows = tiles.queries if name in ("forward", "query_pass") else tiles.keys  # of a program
         if 64 <= rows < 16 * tiles.warps:
             raise ValueError(
                 f"tiling.{name} must have at least 16 rows per warp on {gpu.name}, or fewer than "

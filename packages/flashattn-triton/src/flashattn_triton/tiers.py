@@ -26,7 +26,7 @@ from flashattn_triton.launch import (
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
-from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
+from flashattn_triton.tiled import tiled_backward, tiled_forward
 
 # (query, key, value), packing=None, mask_and_bias=... to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
@@ -77,10 +77,12 @@ def gradients_launcher(
     main: BackwardLauncher | None = None
     of_bias: Callable[..., Tensor] | None = None
     of_sinks: Callable[..., Tensor] | None = None
-    if needs[0]:
-        main = _backward_launcher(tensors, problem, plan, tiling, packing, mask_and_bias, into)
-        if not needs[1] and not needs[2]:
-            return main
+    if needs[0] or (needs[1] and tiling is None):
+        main = _backward_launcher(
+            tensors, problem, plan, tiling, packing, mask_and_bias, needs, into
+        )
+    if main is not None and not needs[1] and not needs[2]:
+        return main
     if needs[1] and tiling is not None:
         from flashattn_triton.portable.bias_pass import BiasCall
 
@@ -97,21 +99,22 @@ def gradients_launcher(
         tensors: BackwardTensors, packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        gradients = (None, None, None) if main is None else main(tensors, packing, mask_and_bias)
-        dbias = None if of_bias is None else of_bias(tensors, mask_and_bias)
+        none = (None, None, None)
+        found = none if main is None else main(tensors, packing, mask_and_bias)
+        dbias = found[3] if len(found) > 3 else None
+        if of_bias is not None:
+            dbias = of_bias(tensors, mask_and_bias)
         dsinks = None if of_sinks is None else of_sinks(tensors, mask_and_bias)
-        if needs[1] and of_bias is None:
-            dbias = tiled_bias_backward(_views(tensors, problem), problem, mask_and_bias)
-        if needs[2] and of_sinks is None:
+        if needs[2] and of_sinks is None and mask_and_bias.sinks is not None:
             dsinks = sinks_gradient(mask_and_bias.sinks, *_views(tensors, problem)[3:])
-        return *gradients, dbias, dsinks
+        return *(found[:3] if needs[0] else none), dbias, dsinks
 
     return launch
 
 
 def _backward_launcher(
     tensors: BackwardTensors, problem: Problem, plan: Plan, tiling: Tiling | None,
-    packing: Packing | None, mask_and_bias: MaskAndBias, into: Sequence[Tensor],
+    packing: Packing | None, mask_and_bias: MaskAndBias, needs: Needs, into: Sequence[Tensor],
 ) -> BackwardLauncher:  # fmt: skip
     views, sums = _views(tensors, problem), _views(into, problem)
     if plan.runs_hopper_backward(problem):
@@ -120,7 +123,7 @@ def _backward_launcher(
         if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
             return HopperBackwardCall(views, problem, packing, sums)
     if tiling is None:
-        return functools.partial(_tiled_backward, problem)
+        return functools.partial(_tiled_backward, problem, needs)
     from flashattn_triton.portable.backward import BackwardCall
 
     views = _views(readable(tensors), problem)
@@ -162,7 +165,7 @@ def _tiled_forward(
 
 
 def _tiled_backward(
-    problem: Problem, tensors: BackwardTensors, packing: Packing | None = None,
+    problem: Problem, needs: Needs, tensors: BackwardTensors, packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     inputs, results = tensors[:3], tensors[3:]
@@ -173,10 +176,11 @@ def _tiled_backward(
     for rows, columns, given in parts_of_batch(*_starts(packing), mask_and_bias):
         spans = (rows, columns, columns, *[rows] * 4)
         part: Any = [None if x is None else x[:, :, of] for x, of in zip(views, spans, strict=True)]
-        gradients = tiled_backward(part, problem, given)
+        gradients = tiled_backward(part, problem, given, of_bias=needs[1])
         for total, gradient, of in zip(_views(sums, problem), gradients, spans, strict=False):
             total[:, :, of] += gradient
-    return tuple(x.detach() for x in sums)
+    # A bias comes with one part.
+    return *(x.detach() for x in sums), *gradients[3:]
 
 
 def _starts(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:

@@ -79,80 +79,55 @@ def tiled_forward(
 @torch.no_grad()
 def tiled_backward(
     tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
-    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_bias: bool = False, query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Algorithm 2: gradients of query, key and value, with P recomputed from the logsumexp.
 
-    The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
+    The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)). That of
+    a bias is dS, summed over the dimensions that share it.
 
     ``tensors``: those of :func:`tiled_forward`, its results, and their gradients.
 
     Returns:
-        dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
+        dQ, dK, dV, and dbias if ``of_bias``, shaped and typed like query, key, value and the bias,
+        accumulated in fp32 (fp64).
     """
-    query, key, value, _, _, grad_out, _ = tensors
+    query, key, value, _, _, _, grad_lse = tensors
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
+    inputs, bias = [query, key, value], mask_and_bias.bias
     with torch.autocast(query.device.type, enabled=False):
-        v, do = fold(value, groups), fold(grad_out, groups)
+        v, out, lse, do = (fold(x, groups) for x in tensors[2:6])
+        delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
+        if grad_lse is not None:
+            delta = delta - fold(grad_lse, groups)
+        empty = torch.isneginf(lse)
+        delta = delta.masked_fill(empty, 0.0)
+        lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
-        for queries, keys, p, ds, slope in found:
-            rows, columns = score_tiles.rows(*queries), slice(*keys)
-            dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
-            if slope is not None:
-                ds = ds * slope
-            dq[:, rows] += torch.bmm(ds, k[:, columns])
-            dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        dbias = q.new_zeros(bias.shape) if of_bias and bias is not None else None
+        for queries in tiles(score_tiles.n_queries, query_tile):
+            rows = score_tiles.rows(*queries)
+            for keys in score_tiles.key_tiles(*queries, key_tile):
+                columns = slice(*keys)
+                scores, slope = score_tiles.scores(queries, keys)
+                p = torch.exp(scores - lse[:, rows, None])
+                dp = torch.bmm(do[:, rows], v[:, columns].transpose(1, 2))
+                ds = p * (dp - delta[:, rows, None])
+                dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
+                if dbias is not None:
+                    target = bias_of_tile(dbias, queries, keys)
+                    target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
+                if slope is not None:
+                    ds = ds * slope
+                dq[:, rows] += torch.bmm(ds, k[:, columns])
+                dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
         dq *= problem.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
-        pairs = zip((dq, dk, dv), (query, key, value), strict=True)
-        dq, dk, dv = (unfold(grad, x.shape, groups).to(x.dtype) for grad, x in pairs)
-        return dq, dk, dv
-
-
-@torch.no_grad()
-def tiled_bias_backward(
-    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias, /, *,
-    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
-) -> Tensor:  # fmt: skip
-    """Gradient of ``mask_and_bias.bias``: dS, summed over the dimensions that share a bias.
-
-    Takes the arguments of :func:`tiled_backward`.
-
-    Returns:
-        The gradient, shaped and typed like the bias, accumulated in fp32 (fp64).
-    """
-    (query, key, *_), bias = tensors, mask_and_bias.bias
-    assert bias is not None
-    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
-    total = score_tiles.q.new_zeros(bias.shape)
-    with torch.autocast(query.device.type, enabled=False):
-        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
-        for queries, keys, _, ds, _ in found:
-            target = bias_of_tile(total, queries, keys)
-            target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
-    return total.to(bias.dtype)
-
-
-def _gradients_of_scores(
-    score_tiles: ScoreTiles, tensors: BackwardTensors, query_tile: int, key_tile: int
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
-    """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile."""
-    v, out, lse, do = (fold(x, score_tiles.groups) for x in tensors[2:6])
-    grad_lse = tensors[6]
-    delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
-    if grad_lse is not None:
-        delta = delta - fold(grad_lse, score_tiles.groups)
-    empty = torch.isneginf(lse)
-    delta = delta.masked_fill(empty, 0.0)
-    lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-    for queries in tiles(score_tiles.n_queries, query_tile):
-        rows = score_tiles.rows(*queries)
-        for keys in score_tiles.key_tiles(*queries, key_tile):
-            scores, slope = score_tiles.scores(queries, keys)
-            p = torch.exp(scores - lse[:, rows, None])
-            dp = torch.bmm(do[:, rows], v[:, slice(*keys)].transpose(1, 2))
-            yield queries, keys, p, p * (dp - delta[:, rows, None]), slope
+        gradients = [unfold(x, y.shape, groups) for x, y in zip((dq, dk, dv), inputs, strict=True)]
+        if dbias is not None and bias is not None:
+            gradients.append(dbias)
+            inputs.append(bias)
+        return tuple(x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True))
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:

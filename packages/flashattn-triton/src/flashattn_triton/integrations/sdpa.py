@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument, broadcasts
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, broadcasts
 
 
 @dataclass
@@ -191,16 +191,10 @@ class _Call:
         return "attn_mask on another device" if mask.device != self.query.device else None
 
     def run(self) -> Tensor:
-        # (B, N, D): the batch takes the place of the heads
-        query, key, value = (
-            x[None] if x.dim() == 3 else x for x in (self.query, self.key, self.value)
-        )
-        causal: CausalArgument = "top-left" if self.is_causal else False
-        given = self.attn_mask
-        mask, bias = (
-            (given, None) if given is not None and given.dtype == torch.bool else (None, given)
-        )
-        out = flash_attention(
-            query, key, value, causal=causal, scale=self.scale, mask=mask, bias=bias, layout="bhsd"
-        )
-        return out[0] if self.query.dim() == 3 else out
+        mask = self.attn_mask
+        is_bool = mask is not None and mask.dtype == torch.bool
+        return flash_attention(  # of (B, N, D), the batch is in the place of the heads
+            self.query, self.key, self.value, causal="top-left" if self.is_causal else False,
+            scale=self.scale, mask=mask if is_bool else None, bias=None if is_bool else mask,
+            layout="bhsd",
+        )  # fmt: skip
