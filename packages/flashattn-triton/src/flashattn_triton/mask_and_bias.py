@@ -36,7 +36,6 @@ from flashattn_triton.problem import (
     Problem,
     broadcasts,
     check_layout,
-    heads_first,
     seen_keys,
 )
 
@@ -150,10 +149,10 @@ def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> 
 
 def resolve_mask_and_bias(
     given: Sequence[Tensor | None],
+    layout: str,
     leading: Sequence[int],
-    heads: int,
-    lengths: tuple[int, int],
-    device: torch.device,
+    query: Tensor,
+    key: Tensor,
 ) -> MaskAndBias:
     """Checks user arguments and brings them into one shape.
 
@@ -163,12 +162,15 @@ def resolve_mask_and_bias(
             integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
             N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
             uint8, as :func:`with_mask` returns it; sinks are (H,), floating.
+        layout: of query and key, "bhsd" or another one in which heads follow the sequence.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
-        heads: H.
-        lengths: N_q and N_k.
-        device: of query.
+        query: checked, as ``key``.
+        key: of it, only the length is looked at.
     """
     alibi_slopes, bias, prefix_lengths, mask, sinks = given
+    rows, of_heads = (-2, -3) if layout == "bhsd" else (-3, -2)
+    heads, device = query.shape[of_heads], query.device
+    lengths = (query.shape[rows], key.shape[rows])
     if sinks is not None:
         check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
@@ -179,8 +181,7 @@ def resolve_mask_and_bias(
     batch = math.prod(leading)
     if alibi_slopes is not None:
         _check_slopes(alibi_slopes, leading, heads)
-        slopes = alibi_slopes.reshape(-1, heads) if alibi_slopes.dim() > 1 else alibi_slopes
-        alibi_slopes = slopes.expand(batch, heads).contiguous()
+        alibi_slopes = alibi_slopes.reshape(-1, heads).expand(batch, heads).contiguous()
     if bias is not None:
         sizes, full = tuple(bias.shape), (*leading, heads, *lengths)
         if not broadcasts(sizes, full) or bias.dtype not in (*DTYPES, torch.float64):
@@ -222,12 +223,8 @@ def in_four_dimensions(
     if mask is not None:
         mask, bias, key, value = with_mask(mask, bias, query, key, value, layout)
         batch = in_one_batch(query, key, value)
-    query, key, value = batch
-    q, k = (heads_first(x, layout) for x in (query, key))
     tensors = (slopes, bias, prefix_lengths, mask, sinks)
-    lengths = (q.shape[2], k.shape[2])
-    resolved = resolve_mask_and_bias(tensors, leading, q.shape[1], lengths, query.device)
-    return query, key, value, resolved
+    return *batch, resolve_mask_and_bias(tensors, layout, leading, query, key)
 
 
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
@@ -245,11 +242,9 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
     alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
     if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
         return given
-    rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
     first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    lengths = (query.shape[rows], key.shape[rows])
     tensors = given[: len(NAMES)]
-    resolved = resolve_mask_and_bias(tensors, (first,), query.shape[heads], lengths, query.device)
+    resolved = resolve_mask_and_bias(tensors, problem.layout, (first,), query, key)
     if prefix_lengths is not None:
         check_prefix_options(problem)
     return (*resolved, *starts)
