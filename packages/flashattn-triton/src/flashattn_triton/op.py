@@ -62,7 +62,7 @@ from flashattn_triton.operator_rules import (
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
-_ONLY_INPUTS: Needs = (True, False, False)
+ONLY_INPUTS: Needs = (True, False, False)
 PLAIN = (Tensor, torch.nn.Parameter)
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
     return call
 
 
-def _call_for(*arguments: Any) -> CachedCall:
+def call_for(*arguments: Any) -> CachedCall:
     """The call for the arguments of :func:`key_of`."""
     cache_key = key_of(*arguments)
     return _cache.get(cache_key) or _new_call(cache_key, *arguments)
@@ -266,7 +266,7 @@ def _call_of(
     given, problem = tuple(rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
     if all(x is None for x in given):
         given = NOTHING
-    return _call_for(problem, query, key, value, given), given
+    return call_for(problem, query, key, value, given), given
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -332,7 +332,7 @@ class Attend(_SingleLevelFunction):
             if grad_lse is None:
                 return (None,) * (4 + len(rest))
             grad_out = torch.zeros_like(out)
-        call, given, needs = ctx.call, NOTHING, _ONLY_INPUTS
+        call, given, needs = ctx.call, NOTHING, ONLY_INPUTS
         if rest:
             given = tuple(rest)
         if rest and not (isinstance(call, CachedCall) and not call.masked):
@@ -348,7 +348,7 @@ class Attend(_SingleLevelFunction):
             gradients = _wanted(BACKWARD(*tensors, *given, *numbers, list(needs)), needs)
         if not rest:
             return None, *gradients[:3]
-        dbias, dsinks = (None, None) if needs == _ONLY_INPUTS else gradients[3:]
+        dbias, dsinks = (None, None) if needs == ONLY_INPUTS else gradients[3:]
         return None, *gradients[:3], *_in_given(dbias, dsinks)
 
 
@@ -653,16 +653,3 @@ def attend(
         out, lse = Attend.apply(call, *tensors)
         return out, lse
     return _AttendOutput.apply(call, *tensors), None
-
-
-def add_gradients(
-    problem: Problem, tensors: BackwardTensors, given: Given, into: Sequence[Tensor]
-) -> None:
-    """Adds dQ, dK and dV to three fp32 tensors with contiguous rows, outside of autograd.
-
-    ``given``: what came with the tensors, named :data:`GIVEN`.
-    """
-    query, key, value, *_ = tensors
-    call = _call_for(problem, query, key, value, given)
-    given = normalised(problem, query, key, given)
-    call.backward(tensors, given, _ONLY_INPUTS, into)

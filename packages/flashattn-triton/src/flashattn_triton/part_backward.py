@@ -22,7 +22,7 @@ from torch import Tensor
 from flashattn_triton.inputs import as_length, check_inputs, check_tensors, given_starts
 from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
-from flashattn_triton.op import add_gradients
+from flashattn_triton.op import ONLY_INPUTS, call_for
 from flashattn_triton.problem import (
     Layout,
     OptionKeywords,
@@ -112,10 +112,12 @@ def flash_attention_backward(
         if key.shape != whole.shape:
             into = [into[0], *(x.narrow(rows, first, last - first) for x in into[1:])]
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    resolved = normalised(problem, query, key, given)
     if problem.implementation == "reference":
-        _by_definition(problem, tensors, normalised(problem, query, key, given), into)
+        _by_definition(problem, tensors, resolved, into)
     else:
-        add_gradients(problem, tensors, given, into)
+        call = call_for(problem, query, key, value, given)
+        call.backward(tensors, resolved, ONLY_INPUTS, into)
     if sinks is not None and grad_sinks is not None:
         o, do = (heads_first(x, problem.layout) for x in (out, grad_out))
         grad_sinks += sinks_gradient(sinks.float(), o, lse, do, grad_lse)
