@@ -40,9 +40,14 @@ from flashattn_triton.context_parallel import (
     unshard_tokens,
 )
 from flashattn_triton.context_parallel.join_kernel import join_on_gpu
-from flashattn_triton.context_parallel.peer_memory import PeerMemory
 from flashattn_triton.context_parallel.schedules import choose, join
-from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
+from flashattn_triton.context_parallel.transfers import (
+    SLOTS,
+    Copies,
+    Messages,
+    PeerMemory,
+    Transfers,
+)
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from ranks import run_case, run_ranks, set_collective_timeout
 

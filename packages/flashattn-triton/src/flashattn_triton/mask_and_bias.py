@@ -180,7 +180,18 @@ def resolve_mask_and_bias(
             check_equal((name, "be on query's device {}", device, x.device, "Move it there."))
     batch = math.prod(leading)
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, leading, heads)
+        allowed, slopes = ((heads,), (*leading, heads)), alibi_slopes
+        if tuple(slopes.shape) not in allowed or slopes.dtype != torch.float32:
+            raise ValueError(
+                f"alibi_slopes must be a float32 tensor of shape {allowed[0]} or {allowed[1]}, but "
+                f"got {slopes.dtype} of shape {tuple(slopes.shape)}. Use one slope for each head "
+                f"of query."
+            )
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach "
+                "it, or pass what is learned as bias, which has one."
+            )
         alibi_slopes = alibi_slopes.reshape(-1, heads).expand(batch, heads).contiguous()
     if bias is not None:
         sizes, full = tuple(bias.shape), (*leading, heads, *lengths)
@@ -275,20 +286,6 @@ def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
             f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "
             f"query, on {device}, but got {sinks.dtype} of shape {tuple(sinks.shape)} on "
             f"{sinks.device}. Use one parameter of {heads} numbers per layer."
-        )
-
-
-def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
-    allowed = ((heads,), (*leading, heads))
-    if tuple(slopes.shape) not in allowed or slopes.dtype != torch.float32:
-        raise ValueError(
-            f"alibi_slopes must be a float32 tensor of shape {allowed[0]} or {allowed[1]}, but got "
-            f"{slopes.dtype} of shape {tuple(slopes.shape)}. Use one slope for each head of query."
-        )
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach it, "
-            "or pass what is learned as bias, which has one."
         )
 
 

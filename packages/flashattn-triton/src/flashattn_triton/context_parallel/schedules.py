@@ -33,8 +33,13 @@ from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
-from flashattn_triton.context_parallel.peer_memory import memory_for
-from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
+from flashattn_triton.context_parallel.transfers import (
+    SLOTS,
+    Copies,
+    Messages,
+    Transfers,
+    memory_for,
+)
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.part_backward import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem

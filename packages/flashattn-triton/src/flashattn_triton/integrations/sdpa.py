@@ -172,10 +172,6 @@ class _Call:
                 return f"head_dim above {limit}"
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
-        return self._obstacle_in_mask()
-
-    def _obstacle_in_mask(self) -> str | None:
-        """Why ``attn_mask`` is not a bias; ``None`` if it is one, or is not given."""
         mask = self.attn_mask
         if mask is None:
             return None

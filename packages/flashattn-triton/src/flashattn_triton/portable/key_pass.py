@@ -7,6 +7,8 @@ The formulas and both forms are in :mod:`flashattn_triton.portable.backward`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -296,15 +298,16 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
     if statistics_by_tma:
         rows = [2 * batch * heads, inputs.n_padded]
         parameters["statistics_ptr"] = tile_view(rows, [rows[1], 1], [1, tiles.queries], fp32)
-    dq = inputs.results["dq"]
     if dq_mode is TMA_REDUCE:
         width = padded(head_dim, inputs.query.dtype)
         rows = [batch * heads * n_queries, width]
         parameters["dQ_ptr"] = tile_view(rows, [width, 1], [tiles.queries, width], fp32)
-        dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
+        # A descriptor counts rows, not elements.
+        dq = tuple(stride // width for stride in inputs.results["dq"])
+        inputs = replace(inputs, results={**inputs.results, "dq": dq})
     kv_heads = inputs.key.shape[1]
     programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
     return inputs.launch(
-        key_pass_kernel, tiles, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"), dq=dq,
+        key_pass_kernel, tiles, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
         dq_mode=dq_mode.value, statistics_by_tma=statistics_by_tma,
     )  # fmt: skip

@@ -189,7 +189,6 @@ class KernelInputs:
         programs: int | None = None,
         *,
         walked: Collection[str],
-        dq: Strides | None = None,
         **options: Any,
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options of its own.
@@ -197,7 +196,7 @@ class KernelInputs:
         ``parameters``: its tensors besides inputs, ``grad_out`` and most of those of ``packing``
         and ``mask_and_bias``. ``numbers``: its arguments that no other kernel has. ``programs``:
         the grid; None if each program owns a tile of one head's queries. ``walked``: inputs that
-        the TMA loads if it can. ``dq``: strides in the place of those of dQ.
+        the TMA loads if it can.
         """
         known_options = self._options(kernel, tiles, **options)
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
@@ -207,8 +206,7 @@ class KernelInputs:
             if self.mask_and_bias.alibi_slopes is not None:
                 width = max(head_dim, self.value.shape[3])
                 registers = register_limit_of_alibi(tiles, self.query.dtype, width)
-        strides = self.strides if dq is None else {**self.strides, "dq": dq}
-        outer = {name: stride[:3] for name, stride in strides.items()}
+        outer = {name: stride[:3] for name, stride in self.strides.items()}
         if self.packing is not None:  # sequences start where it says
             outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
         names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
