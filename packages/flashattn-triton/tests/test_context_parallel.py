@@ -44,7 +44,6 @@ from flashattn_triton.context_parallel.schedules import choose, join
 from flashattn_triton.context_parallel.transfers import (
     SLOTS,
     Copies,
-    Messages,
     PeerMemory,
     Transfers,
 )
@@ -267,7 +266,7 @@ def carry(rank: int, world_size: int, folder: str) -> None:
     assert group is not None
     own = keys_of(rank)
     memory: Any = SharedFiles(folder, Copies.nbytes(own, max(rows), SLOTS))
-    ways: list[Transfers] = [Copies(memory, group, own, max(rows)), Messages(group, own)]
+    ways: list[Transfers] = [Copies(memory, group, own, max(rows)), Transfers(group, own)]
     for transfers in ways:
         for step in range(1, world_size):
             source, reader = (rank - step) % world_size, (rank + step) % world_size

@@ -357,7 +357,6 @@ class _AttendOutput(Attend):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """The output."""
         return Attend.forward(ctx, *arguments)[0]
 
 
@@ -368,7 +367,6 @@ class _AttendBackward(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Five gradients."""
         ctx.save_for_backward(*arguments[: TENSORS + RESULTS])
         ctx.numbers = arguments[TENSORS + RESULTS :]
         ctx.set_materialize_grads(False)
@@ -398,7 +396,6 @@ class _AttendTangents(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Tangents of output and logsumexp."""
         tangents = _below(TANGENTS, *arguments)
         ctx.save_for_backward(*arguments[:TENSORS_OF_TANGENTS], *tangents)
         ctx.numbers = arguments[TENSORS_OF_TANGENTS:]
@@ -406,7 +403,6 @@ class _AttendTangents(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs and of the direction."""
         *tensors, tout, tlse = ctx.saved_tensors
         inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
         results = (out, lse, (tout, tlse), grad_out, grad_lse)

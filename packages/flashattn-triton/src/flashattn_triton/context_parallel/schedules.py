@@ -36,7 +36,6 @@ from flashattn_triton.context_parallel.communication import UnderWay, gather, su
 from flashattn_triton.context_parallel.transfers import (
     SLOTS,
     Copies,
-    Messages,
     Transfers,
     memory_for,
 )
@@ -183,7 +182,7 @@ def _transfers(setting: Setting, key: Tensor, value: Tensor, slots: int) -> Tran
                 'communication="peer-copy" must have GPUs that can read each other\'s memory, but '
                 f'{memory}. Pass "auto" or "messages".'
             )
-    return Messages(setting.group, own)
+    return Transfers(setting.group, own)
 
 
 def _parts(

@@ -29,7 +29,7 @@ _Moving = UnderWay[Sequence[Tensor]]
 
 
 class Transfers:
-    """One pass over the ring. All ranks make the same calls.
+    """One pass over the ring, by messages. All ranks make the same calls.
 
     ``own``: keys and values of this rank.
     """
@@ -71,13 +71,6 @@ class Transfers:
 
         Keys and values go ahead; gradients go back, which is a negative number.
         """
-        raise NotImplementedError
-
-
-class Messages(Transfers):
-    """Sends and receives."""
-
-    def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
         target, source = ((self._rank + step) % self._size for step in (ahead, -ahead))
         sent = [on_wire(self._group, x) for x in sent]
         arriving = [on_wire(self._group, x) for x in received]
