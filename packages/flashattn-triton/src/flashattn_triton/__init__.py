@@ -13,8 +13,7 @@ from flashattn_triton.attention import (
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
-from flashattn_triton.logsumexp import merge
-from flashattn_triton.part_backward import flash_attention_backward
+from flashattn_triton.parts import flash_attention_backward, merge
 from flashattn_triton.problem import Problem
 
 __version__ = "0.1.0"

@@ -23,10 +23,9 @@ from flashattn_triton.launch import (
     empty_row_statistic,
     unit_last_stride,
 )
-from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
-from flashattn_triton.tiled import tiled_backward, tiled_forward
+from flashattn_triton.tiled import sinks_gradient, tiled_backward, tiled_forward
 
 # (query, key, value), packing=None, mask_and_bias=... to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]

@@ -130,6 +130,24 @@ def tiled_backward(
         return tuple(x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True))
 
 
+def sinks_gradient(
+    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """The gradient of sinks: -Σ exp(s - L) · (rowsum(O ∘ dO) - dL) over the rows of each head.
+
+    Args:
+        sinks: (H,).
+        out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
+        lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
+    """
+    delta = (accumulated(out) * accumulated(grad_out)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
+    share = torch.exp(accumulated(sinks)[:, None] - lse).masked_fill(empty, 0.0)
+    return -(share * delta.masked_fill(empty, 0.0)).sum((0, 2)).to(sinks.dtype)
+
+
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
     """The ranges that cut ``length`` into pieces of at most ``size``."""
     for start in range(0, length, size):

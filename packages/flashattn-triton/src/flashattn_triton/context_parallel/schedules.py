@@ -40,7 +40,7 @@ from flashattn_triton.context_parallel.transfers import (
     memory_for,
 )
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
-from flashattn_triton.part_backward import flash_attention_backward
+from flashattn_triton.parts import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem
 
 Way = Literal["auto", "ring", "all-gather"]
