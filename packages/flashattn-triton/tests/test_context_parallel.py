@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -245,9 +244,11 @@ class SharedFiles:
             for rank in range(dist.get_world_size())
         ]
 
-    view, beside = PeerMemory.view, staticmethod(contextlib.nullcontext)
+    view = PeerMemory.view
 
-    def mark(self) -> Any:
+    def copy(self, targets: Any, sources: Any) -> Any:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
         return self
 
     def wait(self) -> None:

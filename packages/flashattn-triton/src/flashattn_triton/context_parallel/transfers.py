@@ -12,7 +12,7 @@ import contextlib
 import math
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -134,14 +134,11 @@ class Copies(Transfers):
             self._memory.meet(self._group)
             what, sources = "gradients", self._views(rank, rows, -ahead)
 
-        def start() -> Sequence[torch.cuda.Event]:
-            with self._memory.beside():
-                for target, source in zip(received, sources, strict=True):
-                    target.copy_(source)
-            return [self._memory.mark()]
-
         what = f"the copy of {what} of rank {rank}"
-        return UnderWay(self._group, what, start, lambda: received, sources)
+        return UnderWay(
+            self._group, what, lambda: [self._memory.copy(received, sources)], lambda: received,
+            sources,
+        )  # fmt: skip
 
     def _views(self, rank: int, rows: int, step: int | None = None) -> list[Tensor]:
         """Keys and values in the memory of ``rank``, or the gradients of a step for its reader."""
@@ -194,15 +191,20 @@ class PeerMemory:
         nbytes = math.prod(shape) * dtype.itemsize
         return self._mapped[rank][at : at + nbytes].view(dtype).view(shape)
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Queues copies behind the work of the current stream, and beside what comes there next."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), _traced():
-            yield
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queues copies behind the work of the current stream, and beside what comes there next.
 
-    def mark(self) -> torch.cuda.Event:
-        """Its ``wait`` makes the current stream wait for all copies that are queued now."""
+        The event's ``wait`` makes the current stream wait for them.
+        """
+        # A range in a profiler's trace, because copies by themselves do not say what for. It costs
+        # microseconds without a profiler too.
+        traced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if torch._C._autograd._profiler_enabled():
+            traced = torch.profiler.record_function("flashattn_triton::exchange")
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), traced:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
@@ -279,13 +281,6 @@ def in_words(group: dist.ProcessGroup, device: torch.device) -> str:
     if found is None:
         return "by copies between GPUs, if the first call finds that possible"
     return f"by messages: {found.obstacle}" if found.obstacle else "by copies between GPUs"
-
-
-def _traced() -> contextlib.AbstractContextManager[object]:
-    """A range in the trace of a running profiler: copies by themselves do not say what for."""
-    if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
-        return contextlib.nullcontext()
-    return torch.profiler.record_function("flashattn_triton::exchange")
 
 
 def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
