@@ -339,11 +339,18 @@ class Attend(_SingleLevelFunction):
             needed = ctx.needs_input_grad
             needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        gradients = None
-        # With a graph of its own, the backward pass must say that it has no derivative.
-        if isinstance(call, CachedCall) and not (torch.is_grad_enabled() or _is_watched()):
-            gradients = _unless_batched(call, tensors, given, needs)
-        if gradients is None:
+        # With a graph of its own, the backward pass must say that it has no derivative. Tensors of
+        # ``torch.autograd.grad(is_grads_batched=True)`` have no memory.
+        is_batched = torch._C._functorch.is_legacy_batchedtensor
+        gradients: Any
+        if isinstance(call, CachedCall) and not (
+            torch.is_grad_enabled()
+            or _is_watched()
+            or is_batched(grad_out)
+            or (grad_lse is not None and is_batched(grad_lse))
+        ):
+            gradients = call.backward(tensors, given, needs)
+        else:
             numbers = call.problem.pack() if isinstance(call, CachedCall) else call
             gradients = _wanted(BACKWARD(*tensors, *given, *numbers, list(needs)), needs)
         if not rest:
@@ -505,24 +512,6 @@ def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
     both_modes = torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True)
     with both_modes[0], both_modes[1], torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
-
-
-def _unless_batched(call: CachedCall, tensors: BackwardTensors, *others: Any) -> Any:
-    """None for tensors of ``torch.autograd.grad(is_grads_batched=True)``: they have no memory."""
-    try:
-        return call.backward(tensors, *others)
-    except RuntimeError:
-        if all(x is None or _has_memory(x) for x in tensors):
-            raise
-        return None
-
-
-def _has_memory(x: Tensor) -> bool:
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _differentiable(
