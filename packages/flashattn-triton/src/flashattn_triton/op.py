@@ -332,10 +332,8 @@ class Attend(_SingleLevelFunction):
             if grad_lse is None:
                 return (None,) * (4 + len(rest))
             grad_out = torch.zeros_like(out)
-        call, given, needs = ctx.call, NOTHING, ONLY_INPUTS
-        if rest:
-            given = tuple(rest)
-        if rest and not (isinstance(call, CachedCall) and not call.masked):
+        call, given, needs = ctx.call, tuple(rest) or NOTHING, ONLY_INPUTS
+        if rest and (call.masked if isinstance(call, CachedCall) else True):
             needed = ctx.needs_input_grad
             needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
