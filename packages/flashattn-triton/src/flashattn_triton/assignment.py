@@ -127,15 +127,6 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. 13-19 of the assignment on whole matrices, in fp32 whatever the dtype of the inputs.
 
-        D  = rowsum(O ∘ dO)
-        S  = Q Kᵀ · scale          Eq. 13
-        P  = exp(S - L)            Eq. 14
-        dV = Pᵀ dO                 Eq. 15
-        dP = dO Vᵀ                 Eq. 16
-        dS = P ∘ (dP - D)          Eq. 17
-        dQ = dS K · scale          Eq. 18
-        dK = dSᵀ Q · scale         Eq. 19
-
     Recomputing P from the saved logsumexp needs no softmax and no online trick, so this is the
     whole backward pass (FlashAttention-2, Dao 2023, section 3.1.2). It is the step between autograd
     of the definition and the tiled kernels: it stores nothing but what the forward pass saved, but
@@ -157,17 +148,17 @@ def flash_backward(
     """
     q, k, v, do = Q.float(), K.float(), V.float(), dO.float()
     D = (O.float() * do).sum(dim=-1)
-    S = q @ k.transpose(-2, -1) * scale
-    P = torch.exp(S - L[..., None])
+    S = q @ k.transpose(-2, -1) * scale  # Eq. 13
+    P = torch.exp(S - L[..., None])  # Eq. 14
     if is_causal:
         # Masking P, not S, spares the -inf: P is an exact zero wherever the key is hidden.
         visible = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).tril()
         P = torch.where(visible, P, 0.0)
-    dV = P.transpose(-2, -1) @ do
-    dP = do @ v.transpose(-2, -1)
-    dS = P * (dP - D[..., None])
-    dQ = dS @ k * scale
-    dK = dS.transpose(-2, -1) @ q * scale
+    dV = P.transpose(-2, -1) @ do  # Eq. 15
+    dP = do @ v.transpose(-2, -1)  # Eq. 16
+    dS = P * (dP - D[..., None])  # Eq. 17
+    dQ = dS @ k * scale  # Eq. 18
+    dK = dS.transpose(-2, -1) @ q * scale  # Eq. 19
     return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 

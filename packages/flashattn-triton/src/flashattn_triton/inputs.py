@@ -247,10 +247,7 @@ _given: set[str] = set()  # kinds of warnings that this process has seen
 def warn_once(kind: str, message: str, stacklevel: int) -> None:
     """Gives a ``UserWarning``, unless the process has had one of this kind.
 
-    Args:
-        kind: what identifies the warning; the message may differ from call to call.
-        message: what was expected, what was got and what to do.
-        stacklevel: 1 for the line that calls this function, 2 for its caller's, and so on.
+    ``stacklevel``: 1 for the line that calls this function, 2 for its caller's, and so on.
     """
     if kind not in _given:
         # A filter may turn this into an error, and then the next call is to see it too.
