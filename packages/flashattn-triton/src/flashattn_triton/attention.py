@@ -297,9 +297,13 @@ def flash_attention_varlen(
         query, key, value = autocast(query, key, value)
     tokens = query.shape[0], key.shape[0]
     longest = (
-        as_length("max_seqlen_q", max_seqlen_q, tokens[0]),
-        as_length("max_seqlen_k", max_seqlen_k, tokens[1]),
+        tokens[0] if max_seqlen_q is None else max_seqlen_q,
+        tokens[1] if max_seqlen_k is None else max_seqlen_k,
     )
+    if type(longest[0]) is not int or type(longest[1]) is not int:
+        longest_q = as_length("max_seqlen_q", longest[0], tokens[0])
+        longest = longest_q, as_length("max_seqlen_k", longest[1], tokens[1])
+        max_seqlen_q = None  # may stand for all tokens
     try:
         problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
@@ -312,10 +316,10 @@ def flash_attention_varlen(
         refuse_unknown("flash_attention_varlen", allowed, {**keywords})
         raise
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if keywords.get("causal") is True and not torch.compiler.is_compiling():
-        known = longest[0] != tokens[0] and longest[1] != tokens[1]
-        n_queries, n_keys = longest if known else tokens
-        warn_of_alignment(n_queries, n_keys, stacklevel=2)
+    if keywords.get("causal") is True:
+        lengths = tokens if max_seqlen_q is None or max_seqlen_k is None else longest
+        if lengths[0] != lengths[1]:
+            warn_of_alignment(*lengths, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 

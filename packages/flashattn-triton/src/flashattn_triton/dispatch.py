@@ -26,8 +26,9 @@ from flashattn_triton.inputs import (
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
-    check_prefix_options,
     in_four_dimensions,
+    mask_and_bias_of,
+    normalised,
 )
 from flashattn_triton.problem import (
     IMPLEMENTATIONS,
@@ -280,13 +281,12 @@ def explain(
         options.pop(name, None)
         for name in ("layout", "document_ids", "max_documents", "key_lengths")
     )
-    query, key, value, resolved = in_four_dimensions(
+    query, key, value, tensors = in_four_dimensions(
         layout, query, key, value, tuple(given.values())
     )
     query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
     problem = new_problem("bhsd", query.shape[-1], **options)
-    if given["prefix_lengths"] is not None:
-        check_prefix_options(problem)
+    resolved = mask_and_bias_of(normalised(problem, query, key, (*tensors, None, None)))
     bias = given["bias"]
     if documents is not None:
         del given["alibi_slopes"], given["sinks"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import operator
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, Problem, heads_first
+from flashattn_triton.problem import DTYPES, Problem, heads_first, normalise_length
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -76,24 +75,15 @@ def as_length(name: str, length: Any, tokens: int) -> Any:
     A tensor is read only where the host need not wait for it. Else ``tokens`` stands for it, and
     for None.
     """
-    if type(length) is int and (torch.compiler.is_compiling() or length >= 0):
+    if length is None:
+        return tokens
+    if type(length) is int or isinstance(length, torch.SymInt):  # checked by new_problem
         return length
-    if length is None or isinstance(length, torch.SymInt):
-        return tokens if length is None else length
     is_number = isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point()
     traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
     if is_number and (traced or not length.is_cpu):
         return tokens
-    try:
-        number = -1 if isinstance(length, bool) else operator.index(length)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(
-            f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest "
-            f"length as a Python int, or leave it out."
-        )
-    return number
+    return normalise_length(name, length)
 
 
 def given_starts(

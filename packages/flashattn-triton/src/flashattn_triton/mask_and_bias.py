@@ -221,21 +221,23 @@ def resolve_mask_and_bias(
 
 def in_four_dimensions(
     layout: str | None, query: Tensor, key: Tensor, value: Tensor, tensors: Given
-) -> tuple[Tensor, Tensor, Tensor, MaskAndBias]:
-    """Query, key and value with one batch dimension, and the tensors :data:`NAMES` in one shape.
+) -> tuple[Tensor, Tensor, Tensor, Given]:
+    """Query, key and value with one batch dimension, and the tensors :data:`NAMES` for it.
 
     The dimensions before their last three become the batch. Keys and values that a mask hides from
     all queries become zeros.
     """
     check_layout(layout)
-    layout, leading = layout or "bhsd", query.shape[:-3]
+    layout = layout or "bhsd"
     batch = in_one_batch(query, key, value)
     slopes, bias, prefix_lengths, mask, sinks = tensors
     if mask is not None:
         mask, bias, key, value = with_mask(mask, bias, query, key, value, layout)
+        tensors = (slopes, bias, prefix_lengths, mask, sinks)
+        if query.dim() == 4:
+            return query, key, value, tensors
         batch = in_one_batch(query, key, value)
-    tensors = (slopes, bias, prefix_lengths, mask, sinks)
-    return *batch, resolve_mask_and_bias(tensors, layout, leading, query, key)
+    return *batch, resolve_mask_and_bias(tensors, layout, query.shape[:-3], query, key)
 
 
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:

@@ -64,6 +64,7 @@ from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
 ONLY_INPUTS: Needs = (True, False, False)
 PLAIN = (Tensor, torch.nn.Parameter)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # ---- the cache -----------------------------------------------------------------------------------
 
@@ -339,13 +340,12 @@ class Attend(_SingleLevelFunction):
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         # With a graph of its own, the backward pass must say that it has no derivative. Tensors of
         # ``torch.autograd.grad(is_grads_batched=True)`` have no memory.
-        is_batched = torch._C._functorch.is_legacy_batchedtensor
         gradients: Any
         if isinstance(call, CachedCall) and not (
             torch.is_grad_enabled()
             or _is_watched()
-            or is_batched(grad_out)
-            or (grad_lse is not None and is_batched(grad_lse))
+            or _is_batched(grad_out)
+            or (grad_lse is not None and _is_batched(grad_lse))
         ):
             gradients = call.backward(tensors, given, needs)
         else:

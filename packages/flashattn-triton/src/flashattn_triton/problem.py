@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
@@ -228,10 +229,13 @@ def new_problem(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    sides = (None, None) if window is None else _normalise_window(window)
+    left = right = None
+    if window is not None:
+        is_pair = type(window) is tuple and len(window) == 2
+        left, right = window if is_pair else _normalise_window(window)
     arguments = (
-        layout, head_dim, longest, causal, scale, sides, softcap, deterministic, implementation,
-        tiling, out_dtype,
+        layout, head_dim, longest, causal, scale, left, right, softcap, deterministic,
+        implementation, tiling, out_dtype,
     )  # fmt: skip
     problem = None
     if not torch.compiler.is_compiling():  # compilers trace a cache's results as constants
@@ -243,8 +247,8 @@ def new_problem(
 
 
 def _checked(
-    layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, window: Any, softcap: Any,
-    deterministic: Any, implementation: Any, tiling: Any, out_dtype: Any,
+    layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, left: Any, right: Any,
+    softcap: Any, deterministic: Any, implementation: Any, tiling: Any, out_dtype: Any,
 ) -> Problem:  # fmt: skip
     if out_dtype not in (None, torch.float32):
         raise ValueError(
@@ -253,6 +257,10 @@ def _checked(
         )
     if layout != "thd":
         check_layout(layout)
+    elif not torch.compiler.is_compiling():
+        for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+            if type(length) is int:  # no symbol
+                normalise_length(name, length)
     check_choice("implementation", implementation, IMPLEMENTATIONS, "'auto' chooses.")
     if tiling is not None and not isinstance(tiling, Tiling):
         raise TypeError(
@@ -261,7 +269,7 @@ def _checked(
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),
-        window=window,
+        window=_normalise_window((left, right)),
         softcap=_normalise_softcap(softcap),
         deterministic=normalise_flag("deterministic", deterministic),
         layout="bhsd" if layout is None else layout,
@@ -281,6 +289,20 @@ def normalise_flag(name: str, flag: object) -> bool:
     if not isinstance(flag, bool):
         raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
     return flag
+
+
+def normalise_length(name: str, length: Any) -> int:
+    """``length`` as an int; raises ``ValueError`` with its name unless it is an integer >= 0."""
+    try:
+        number = -1 if isinstance(length, bool) else operator.index(length)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest length "
+            f"as a Python int, or leave it out."
+        )
+    return number
 
 
 def _normalise_causal(causal: Any) -> Causal:
