@@ -31,10 +31,10 @@ class Inputs:
     @property
     def mask_and_bias(self) -> MaskAndBias:
         given = dict.fromkeys(NAMES) | self.tensors | {"bias": None}
-        leading, heads, lengths = (self.case.batch,), self.case.heads[0], self.case.lengths[0]
-        resolved = resolve_mask_and_bias(
-            tuple(given.values()), leading, heads, lengths, self.query.device
-        )
+        layout = "thd" if self.query.dim() == 3 else "bhsd"
+        tensors = tuple(given.values())
+        leading = (self.case.batch,)
+        resolved = resolve_mask_and_bias(tensors, layout, leading, self.query, self.key)
         return resolved._replace(bias=self.bias)  # may be of a dtype that only the oracle takes
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_inputs import Inputs
 from flashattn_triton.problem import Problem
-from flashattn_triton.reference import attention_reference, attention_reference_varlen
+from flashattn_triton.reference import attend_by_definition, attention_reference
 
 # ---- tolerances ----------------------------------------------------------------------------------
 
@@ -87,11 +87,12 @@ def reference(inputs: Inputs, dtype: torch.dtype, lse_gradient: bool) -> dict[st
     """The definition's results in ``dtype``, gradients included."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        problem = (inputs.options, converted.mask_and_bias)
+        problem, mask_and_bias = inputs.options, converted.mask_and_bias
         if not inputs.case.packed:
-            return attention_reference(q, k, v, *problem, dtype=dtype)
-        starts = inputs.case.cu_seqlens("cpu")
-        return attention_reference_varlen(q, k, v, *starts, *problem, dtype=dtype)
+            return attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
+        given = (*mask_and_bias, *inputs.case.cu_seqlens("cpu"))
+        problem = replace(problem, layout="thd")
+        return attend_by_definition(problem, q, k, v, given, dtype=dtype)
 
     query, key, value = (
         x.detach().to(dtype).requires_grad_() for x in (inputs.query, inputs.key, inputs.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import re
@@ -40,9 +39,13 @@ from flashattn_triton.context_parallel import (
     unshard_tokens,
 )
 from flashattn_triton.context_parallel.join_kernel import join_on_gpu
-from flashattn_triton.context_parallel.peer_memory import PeerMemory
 from flashattn_triton.context_parallel.schedules import choose, join
-from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
+from flashattn_triton.context_parallel.transfers import (
+    SLOTS,
+    Copies,
+    PeerMemory,
+    Transfers,
+)
 from flashattn_triton.context_parallel.zigzag import Zigzag
 from ranks import run_case, run_ranks, set_collective_timeout
 
@@ -241,9 +244,11 @@ class SharedFiles:
             for rank in range(dist.get_world_size())
         ]
 
-    view, beside = PeerMemory.view, staticmethod(contextlib.nullcontext)
+    view = PeerMemory.view
 
-    def mark(self) -> Any:
+    def copy(self, targets: Any, sources: Any) -> Any:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
         return self
 
     def wait(self) -> None:
@@ -262,7 +267,7 @@ def carry(rank: int, world_size: int, folder: str) -> None:
     assert group is not None
     own = keys_of(rank)
     memory: Any = SharedFiles(folder, Copies.nbytes(own, max(rows), SLOTS))
-    ways: list[Transfers] = [Copies(memory, group, own, max(rows)), Messages(group, own)]
+    ways: list[Transfers] = [Copies(memory, group, own, max(rows)), Transfers(group, own)]
     for transfers in ways:
         for step in range(1, world_size):
             source, reader = (rank - step) % world_size, (rank + step) % world_size

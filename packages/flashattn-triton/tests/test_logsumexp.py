@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_triton import flash_attention, flash_attention_varlen, merge
-from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import visibility_mask
+from flashattn_triton.tiled import sinks_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["tiled", "triton", "reference"]

@@ -28,7 +28,7 @@ from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
 from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
-from flashattn_triton.tiled import Band, tiled_backward, tiled_bias_backward, tiled_forward
+from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(32, 32, 4, 1)
@@ -142,7 +142,8 @@ def test_tiled_in_small_tiles(
     gradients = tiled_backward(*arguments, query_tile=32, key_tile=16)
     results = {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
     if inputs.bias is not None:
-        results["dbias"] = tiled_bias_backward(*arguments, query_tile=32, key_tile=16)
+        sizes = {"query_tile": 32, "key_tile": 16}
+        results["dbias"] = tiled_backward(*arguments, of_bias=True, **sizes)[3]
     assert_results_close(inputs, results)
 
 
@@ -307,17 +308,14 @@ def test_tiles_cover_exactly_what_is_visible(
     visible = (j <= i + offset) | (j < prefix)
     prefixes = torch.tensor([prefix])
     band = Band.of(*shape, Problem(scale=1.0, causal=causal), prefixes)
-    by_rows, by_columns = torch.zeros(2, *shape, dtype=torch.bool)
-    spans = [[(n, min(n + 16, length)) for n in range(0, length, 16)] for length in shape]
-    pairs = [(q, k, by_rows) for q in spans[0] for k in band.key_tiles(*q, 16)]
-    pairs += [(q, k, by_columns) for k in spans[1] for q in band.query_tiles(*k, 16)]
-    for queries, keys, covered in pairs:
+    covered = torch.zeros(*shape, dtype=torch.bool)
+    spans = [(n, min(n + 16, shape[0])) for n in range(0, shape[0], 16)]
+    for queries, keys in [(q, k) for q in spans for k in band.key_tiles(*q, 16)]:
         tile = (slice(*queries), slice(*keys))
         assert visible[tile].any(), f"{queries} x {keys} was visited for nothing"
         hidden = band.hidden(queries, keys, visible, prefixes)
         covered[tile] = True if hidden is None else ~hidden[0, 0, :, 0]
-    assert torch.equal(by_rows, visible)
-    assert torch.equal(by_columns, visible)
+    assert torch.equal(covered, visible)
 
 
 dims = st.integers(1, 40)
@@ -436,8 +434,19 @@ def test_transforms(implementation: Any) -> None:
         return out.square().sum()
 
     close((torch.func.grad(loss)(bias),), (torch.func.grad(loss)(bias, "reference"),))
-    with pytest.raises(ValueError, match=r"bias must be None under torch\.func\.vmap"):
-        torch.func.vmap(loss)(bias[None])
+    several = torch.stack([bias, -bias])
+    actual = torch.func.vmap(torch.func.grad(loss))(several)
+    close(actual, [torch.func.grad(loss)(own) for own in several])
+    seen = torch.rand(3, 2, 1, 1, 33, device=DEVICE) > 0.5
+
+    def masked(own: Tensor, q: Tensor) -> Tensor:
+        out = flash_attention(q, k, v, bias=bias, mask=own, implementation=implementation)
+        assert isinstance(out, Tensor)
+        return out
+
+    for dim, rows in ((0, q.expand(3, *q.shape)), (None, q)):
+        actual = torch.func.vmap(masked, in_dims=(0, dim))(seen, rows)
+        close(actual, [masked(own, q) for own in seen])
 
 
 # ---- bad input, and what is said -----------------------------------------------------------------

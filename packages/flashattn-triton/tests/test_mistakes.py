@@ -40,8 +40,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         try:
             query = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16)
             fake = types.SimpleNamespace(
-                shape=query.shape, device=torch.device("cuda", 0), dtype=query.dtype
-            )
+                shape=query.shape, device=torch.device("cuda", 0), dtype=query.dtype,
+                numel=query.numel, is_cuda=False,
+            )  # fmt: skip
             assert dispatch.choose(fake, fake, fake, options).tier == "triton"  # type: ignore[arg-type]
         finally:
             monkeypatch.undo()

@@ -302,11 +302,15 @@ def test_the_assignment_function_refuses_func_grad() -> None:
         torch.func.grad(lambda q: FlashAttention2Triton.apply(q, x, x, True).sum())(x)
 
 
-def test_vmap_over_packed_batches_is_refused() -> None:
-    starts = torch.tensor([0, 10], dtype=torch.int32, device=DEVICE)
+def test_vmap_over_packed_batches() -> None:
+    starts = torch.tensor([0, 4, 10], dtype=torch.int32, device=DEVICE)
     x = torch.randn(3, 10, 2, 16, device=DEVICE)
-    with pytest.raises(ValueError, match="vmap over packed sequences"):
-        torch.func.vmap(lambda q: flash_attention_varlen(q, q, q, starts, starts, 10, 10))(x)
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return flash_attention_varlen(q, q, q, starts, starts, causal=True).square().sum()
+
+    actual = torch.func.vmap(torch.func.grad(loss))(x)
+    torch.testing.assert_close(actual, torch.stack([torch.func.grad(loss)(own) for own in x]))
 
 
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])

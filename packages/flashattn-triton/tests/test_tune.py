@@ -26,7 +26,7 @@ def test_it_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None
     assert "measures on a GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("role", tune.ROLES)
+@pytest.mark.parametrize("role", tune.KERNELS)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_candidate_is_compiled_correctly(
@@ -40,7 +40,7 @@ def test_every_candidate_is_compiled_correctly(
         check_tiling(Tiling(**kernels), HOPPER, dtype)  # raises otherwise
 
 
-@pytest.mark.parametrize("role", tune.ROLES)
+@pytest.mark.parametrize("role", tune.KERNELS)
 def test_what_is_shipped_is_a_candidate(role: str) -> None:
     """Of the rows that were measured."""
     for (kilobytes, head_dim, itemsize), tiling in TABLE.items():
@@ -119,7 +119,7 @@ def test_the_fastest_of_each_kernel_is_chosen(
     assert tiling.forward == tiling.key_pass == tiling.query_pass == fastest
     assert tiling.fused == (fastest if fused_wins else None)
     assert (entry["head_dim"], entry["dtype"], entry["causal"]) == (64, "bf16", True)
-    assert {row["role"] for row in written["rows"]} == set(tune.ROLES)
+    assert {row["role"] for row in written["rows"]} == set(tune.KERNELS)
     assert written["gpu"] == HOPPER.name
 
 

@@ -52,7 +52,7 @@ from flashattn_triton.context_parallel import (
     shard_tokens,
     token_positions,
 )
-from flashattn_triton.context_parallel.peer_memory import memory_for
+from flashattn_triton.context_parallel.transfers import memory_for
 
 WAYS: dict[str, Callable[..., Any]] = {
     "ring": ring_attention,

@@ -1,7 +1,5 @@
 """FlashAttention-2, forward and backward, in Triton: exact attention without the S x S matrix."""
 
-from typing import TYPE_CHECKING
-
 from flashattn_triton.assignment import (
     FlashAttention2PyTorch,
     FlashAttention2Triton,
@@ -15,8 +13,7 @@ from flashattn_triton.attention import (
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of
-from flashattn_triton.logsumexp import merge
-from flashattn_triton.part_backward import flash_attention_backward
+from flashattn_triton.parts import flash_attention_backward, merge
 from flashattn_triton.problem import Problem
 
 __version__ = "0.1.0"
@@ -38,15 +35,3 @@ __all__ = [
     "largest_scores",
     "merge",
 ]
-
-
-if not TYPE_CHECKING:  # a type checker knows the names above, and no others
-
-    def __getattr__(name: str) -> object:
-        """Names the replacement of a class that is gone."""
-        if name == "AttentionOptions":
-            raise ImportError(  # whose message survives "from flashattn_triton import"
-                "flashattn_triton.AttentionOptions is called Problem, which also says in which "
-                "layout tensors are and who computes. Write flashattn_triton.Problem."
-            )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashattn_triton.inputs import check_tensors
+from flashattn_triton.inputs import check_dense, check_tensors
 from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
 from flashattn_triton.problem import Implementation, new_problem
 
@@ -87,8 +87,16 @@ class FlashAttention2TritonCompiledBackward(FlashAttention2Triton):
 def _forward(
     ctx: Any, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool, implementation: Implementation
 ) -> Tensor:
-    _check(Q, K, V)
+    check_tensors(Q=Q, K=K, V=V)
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        if x.dim() < 3 or x.shape[:-2] != Q.shape[:-2]:
+            raise ValueError(
+                f"{name} must have at least three dimensions (..., sequence, head_dim), the same "
+                f"leading dimensions as Q, but got shape {tuple(x.shape)} beside Q's "
+                f"{tuple(Q.shape)}. Expand it, or add a batch dimension with {name}[None]."
+            )
     query, key, value = (_as_heads(x) for x in (Q, K, V))
+    check_dense(query, key, value)
     ctx.arguments = operator_arguments(
         new_problem(head_dim=Q.shape[-1], causal=bool(is_causal), implementation=implementation)
     )
@@ -102,43 +110,6 @@ def _forward(
 def _as_heads(x: Tensor) -> Tensor:
     """(..., N, D) to (B, H, N, D): the last leading dimension becomes heads."""
     return x.unsqueeze(1) if x.dim() == 3 else x.flatten(0, -4)
-
-
-def _check(Q: Tensor, K: Tensor, V: Tensor) -> None:
-    """Raises a ValueError unless Q, K, V are what the module documents."""
-    check_tensors(Q=Q, K=K, V=V)
-    for name, x in (("Q", Q), ("K", K), ("V", V)):
-        if x.dim() < 3:
-            raise ValueError(
-                f"{name} must have at least three dimensions (..., sequence, head_dim), but got "
-                f"shape {tuple(x.shape)}. Add a batch dimension with {name}[None]."
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, but got {x.dtype}. Convert it first.")
-        if x.dtype != Q.dtype:
-            raise ValueError(
-                f"Q, K, V must share one dtype, but got {Q.dtype} for Q and {x.dtype} for {name}. "
-                "Convert one of them."
-            )
-        if x.device != Q.device:
-            raise ValueError(
-                f"Q, K, V must be on one device, but got {Q.device} for Q and {x.device} for "
-                f"{name}. Move one of them."
-            )
-        if x.shape[:-2] != Q.shape[:-2]:
-            raise ValueError(
-                f"Q, K, V must have the same leading dimensions, but got {tuple(Q.shape)} for Q "
-                f"and {tuple(x.shape)} for {name}. Expand {name} first."
-            )
-    if K.shape[-1] != Q.shape[-1]:
-        raise ValueError(
-            f"K must have Q's head_dim {Q.shape[-1]}, but got shape {tuple(K.shape)}. Project K."
-        )
-    if V.shape[-2] != K.shape[-2]:
-        raise ValueError(
-            f"V must have K's sequence length {K.shape[-2]}, but got shape {tuple(V.shape)}. Pass "
-            "one value for each key."
-        )
 
 
 # ---- the backward pass in PyTorch ---------------------------------------------------------------
@@ -155,15 +126,6 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Eq. 13-19 of the assignment on whole matrices, in fp32 whatever the dtype of the inputs.
-
-        D  = rowsum(O ∘ dO)
-        S  = Q Kᵀ · scale          Eq. 13
-        P  = exp(S - L)            Eq. 14
-        dV = Pᵀ dO                 Eq. 15
-        dP = dO Vᵀ                 Eq. 16
-        dS = P ∘ (dP - D)          Eq. 17
-        dQ = dS K · scale          Eq. 18
-        dK = dSᵀ Q · scale         Eq. 19
 
     Recomputing P from the saved logsumexp needs no softmax and no online trick, so this is the
     whole backward pass (FlashAttention-2, Dao 2023, section 3.1.2). It is the step between autograd
@@ -186,17 +148,17 @@ def flash_backward(
     """
     q, k, v, do = Q.float(), K.float(), V.float(), dO.float()
     D = (O.float() * do).sum(dim=-1)
-    S = q @ k.transpose(-2, -1) * scale
-    P = torch.exp(S - L[..., None])
+    S = q @ k.transpose(-2, -1) * scale  # Eq. 13
+    P = torch.exp(S - L[..., None])  # Eq. 14
     if is_causal:
         # Masking P, not S, spares the -inf: P is an exact zero wherever the key is hidden.
         visible = torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).tril()
         P = torch.where(visible, P, 0.0)
-    dV = P.transpose(-2, -1) @ do
-    dP = do @ v.transpose(-2, -1)
-    dS = P * (dP - D[..., None])
-    dQ = dS @ k * scale
-    dK = dS.transpose(-2, -1) @ q * scale
+    dV = P.transpose(-2, -1) @ do  # Eq. 15
+    dP = do @ v.transpose(-2, -1)  # Eq. 16
+    dS = P * (dP - D[..., None])  # Eq. 17
+    dQ = dS @ k * scale  # Eq. 18
+    dK = dS.transpose(-2, -1) @ q * scale  # Eq. 19
     return dQ.to(Q.dtype), dK.to(K.dtype), dV.to(V.dtype)
 
 

@@ -24,8 +24,7 @@ from flashattn_triton.inputs import (
 )
 from flashattn_triton.mask_and_bias import (
     Given,
-    resolve_mask_and_bias,
-    with_mask,
+    in_four_dimensions,
     without_unseen_keys,
 )
 from flashattn_triton.op import PLAIN, attend
@@ -39,12 +38,9 @@ from flashattn_triton.problem import (
     PackedKeywords,
     Window,
     check_layout,
-    heads_first,
     new_problem,
     normalise_flag,
 )
-
-_LENGTHS = (int, type(None))
 
 
 @overload
@@ -169,22 +165,22 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
-    if mask is not None and document_ids is key_lengths is None:
-        check_layout(layout)
-        in_one_batch(query, key, value)
-        mask, bias, key, value = with_mask(mask, bias, query, key, value, layout or "bhsd")
-    if (
-        document_ids is not None
-        or key_lengths is not None
-        or query.dim() != 4
-        or layout not in (None, "bhsd", "bshd")
-    ):
-        return _in_four_dimensions(
-            query, key, value, document_ids, max_documents, key_lengths, layout, return_lse,
+    leading = None
+    if document_ids is not None or key_lengths is not None:
+        results = _attend_to_packed_rows(
+            query, key, value, document_ids, max_documents, key_lengths, layout,
             (alibi_slopes, bias, prefix_lengths, mask, sinks), causal=causal, scale=scale,
             window=window, softcap=softcap, deterministic=deterministic,
             implementation=implementation, tiling=tiling, out_dtype=out_dtype,
         )  # fmt: skip
+        return results if return_lse else results[0]
+    if mask is not None or query.dim() != 4:
+        if query.dim() != 4:
+            layout, leading = layout or "bhsd", query.shape[:-3]
+        query, key, value, tensors = in_four_dimensions(
+            layout, query, key, value, (alibi_slopes, bias, prefix_lengths, mask, sinks)
+        )
+        alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     _, first, second, head_dim = query.shape
@@ -205,6 +201,9 @@ def flash_attention(
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
+    if leading is not None:
+        out = out.reshape(*leading, *out.shape[1:])
+        lse = None if lse is None else lse.reshape(*leading, *lse.shape[1:])
     return (out, lse) if return_lse and lse is not None else out
 
 
@@ -292,20 +291,19 @@ def flash_attention_varlen(
     ):
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
     given = (alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
-    if type(max_seqlen_q) not in _LENGTHS or type(max_seqlen_k) not in _LENGTHS:
-        max_seqlen_q, max_seqlen_k = as_length(max_seqlen_q), as_length(max_seqlen_k)
-    if (
-        query.dim() != 3
-        or key.dim() != 3
-        or type(max_seqlen_q) not in _LENGTHS
-        or type(max_seqlen_k) not in _LENGTHS
-    ):
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if query.dim() != 3 or key.dim() != 3:
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, 0, 0)
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     tokens = query.shape[0], key.shape[0]
-    longest_q = tokens[0] if max_seqlen_q is None else max_seqlen_q
-    longest = longest_q, tokens[1] if max_seqlen_k is None else max_seqlen_k
+    longest = (
+        tokens[0] if max_seqlen_q is None else max_seqlen_q,
+        tokens[1] if max_seqlen_k is None else max_seqlen_k,
+    )
+    if type(longest[0]) is not int or type(longest[1]) is not int:
+        longest_q = as_length("max_seqlen_q", longest[0], tokens[0])
+        longest = longest_q, as_length("max_seqlen_k", longest[1], tokens[1])
+        max_seqlen_q = None  # may stand for all tokens
     try:
         problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
@@ -383,7 +381,7 @@ def largest_scores(
     return of_heads if packed else torch.cat([of_heads, spare[:1, :, 0]]).amax(0)
 
 
-def _in_four_dimensions(
+def _attend_to_packed_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -391,48 +389,32 @@ def _in_four_dimensions(
     max_documents: int | None,
     key_lengths: Tensor | None,
     layout: Layout | None,
-    return_lse: bool,
     tensors: tuple[Tensor | None, ...],
     **keywords: Unpack[OptionKeywords],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`flash_attention` of documents, caches, or any number of dimensions before the last 3.
+) -> tuple[Tensor, Tensor]:
+    """:func:`flash_attention` of documents or caches: each row becomes packed sequences.
 
     ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
     """
     check_layout(layout)
-    layout = layout or "bhsd"
-    batch = in_one_batch(query, key, value)
+    in_one_batch(query, key, value)
     alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
-    if document_ids is not None or key_lengths is not None:
-        places: tuple[Any, ...]
-        others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
-        rows = [x.movedim(-3, -2) if layout == "bhsd" else x for x in (query, key, value)]
-        if document_ids is not None:
-            refuse_with_packed_rows("document_ids", **others, key_lengths=key_lengths)
-            places = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
-        elif key_lengths is not None:
-            refuse_with_packed_rows("key_lengths", **others)
-            places = places_of_cache(key_lengths, rows)
-        leading = rows[0].shape[:-2]
-        q, k, v = (x.reshape(-1, *x.shape[-2:]) for x in rows)
-        out, lse = flash_attention_varlen(
-            q, k, v, *places, return_lse=True, alibi_slopes=alibi_slopes, sinks=sinks, **keywords
-        )
-        out = out.reshape(*leading, *out.shape[1:])
-        out = out.movedim(-2, -3) if layout == "bhsd" else out
-        lse = lse.reshape(lse.shape[0], *leading).movedim(0, -2)
-        return (out, lse) if return_lse else out
-    q, k, _ = (heads_first(x, layout) for x in batch)
-    lengths = (q.shape[2], k.shape[2])
-    resolved = resolve_mask_and_bias(tensors, query.shape[:-3], q.shape[1], lengths, query.device)
-    alibi_slopes, bias, prefix_lengths, mask, sinks = resolved
-    results = flash_attention(
-        *batch, layout=layout, return_lse=True, alibi_slopes=alibi_slopes, bias=bias,
-        prefix_lengths=prefix_lengths, mask=None if mask is None else mask[:, None, None, :] != 0,
-        sinks=sinks, **keywords,
-    )  # fmt: skip
-    out, lse = (x.reshape(*query.shape[:-3], *x.shape[1:]) for x in results)
-    return (out, lse) if return_lse else out
+    others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
+    rows = [x if layout == "bshd" else x.movedim(-3, -2) for x in (query, key, value)]
+    places: tuple[Any, ...]
+    if key_lengths is None:
+        assert document_ids is not None
+        refuse_with_packed_rows("document_ids", **others)
+        places = places_of_documents(document_ids, max_documents, rows, alibi_slopes)
+    else:
+        refuse_with_packed_rows("key_lengths", **others, document_ids=document_ids)
+        places = places_of_cache(key_lengths, rows)
+    q, k, v = (x.flatten(0, -3) for x in rows)
+    out, lse = flash_attention_varlen(
+        q, k, v, *places, return_lse=True, alibi_slopes=alibi_slopes, sinks=sinks, **keywords
+    )
+    out, lse = (x.unflatten(dim, rows[0].shape[:-2]) for x, dim in ((out, 0), (lse, 1)))
+    return out if layout == "bshd" else out.movedim(-2, -3), lse.movedim(0, -2)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -27,6 +27,9 @@ class Tiles:
     use_tma: bool = False
 
 
+KERNELS = ("forward", "key_pass", "query_pass", "fused")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """The shapes of all kernels for one kind of problem.
@@ -51,10 +54,7 @@ class Tiling:
             TypeError: a kernel's shape is not a :class:`Tiles`.
             ValueError: a shape has a number that cannot be.
         """
-        for kernel in ("forward", "key_pass", "query_pass", "fused"):
-            tiles = getattr(self, kernel)
-            if tiles is None and kernel == "fused":
-                continue
+        for kernel, tiles in self.kernels.items():
             if not isinstance(tiles, Tiles):
                 raise TypeError(
                     f"tiling.{kernel} must be Tiles, but got {tiles!r}. Use Tiles(queries, keys, "
@@ -73,14 +73,11 @@ class Tiling:
                     f"Use 1 for no pipeline."
                 )
 
-    def owners(self) -> list[tuple[str, int, Tiles]]:
-        """For each kernel its name, the rows that one program owns, and its shape."""
-        rows = [
-            ("forward", self.forward.queries, self.forward),
-            ("key_pass", self.key_pass.keys, self.key_pass),
-            ("query_pass", self.query_pass.queries, self.query_pass),
-        ]
-        return rows if self.fused is None else [*rows, ("fused", self.fused.keys, self.fused)]
+    @property
+    def kernels(self) -> dict[str, Tiles]:
+        """Shapes by the names of :data:`KERNELS`, of those that there are."""
+        shapes = {name: getattr(self, name) for name in KERNELS}
+        return {k: tiles for k, tiles in shapes.items() if k != "fused" or tiles is not None}
 
     def pack(self) -> list[int]:
         """As the flat list that the operators take; an absent ``fused`` is five zeros."""
@@ -96,8 +93,7 @@ class Tiling:
 
 def _tiling(*kernels: tuple[int, ...], tma_reduce: bool = False) -> Tiling:
     """Shapes of the forward kernel, the key pass, the query pass, and the fused form if any."""
-    names = ("forward", "key_pass", "query_pass", "fused")
-    tiles = dict(zip(names, (Tiles(*numbers) for numbers in kernels), strict=False))  # type: ignore[arg-type]
+    tiles = dict(zip(KERNELS, (Tiles(*numbers) for numbers in kernels), strict=False))  # type: ignore[arg-type]
     return Tiling(**tiles, tma_reduce=tma_reduce)
 
 

@@ -19,7 +19,6 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import describe_backward, describe_forward
 from flashattn_triton.inputs import (
     check_tensors,
-    in_one_batch,
     refuse_unknown,
     refuse_with_packed_rows,
     warn_once,
@@ -27,9 +26,9 @@ from flashattn_triton.inputs import (
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
-    check_prefix_options,
-    resolve_mask_and_bias,
-    with_mask,
+    in_four_dimensions,
+    mask_and_bias_of,
+    normalised,
 )
 from flashattn_triton.problem import (
     IMPLEMENTATIONS,
@@ -39,7 +38,6 @@ from flashattn_triton.problem import (
     Keywords,
     Problem,
     check_choice,
-    check_layout,
     heads_first,
     new_problem,
 )
@@ -119,23 +117,21 @@ def choose(
         problem = replace(problem, implementation=implementation)
     if tiling is not None:
         problem = replace(problem, tiling=tiling)
-    kind = (query.device, query.dtype, (query.shape[-1], value.shape[-1]))
-    plan = _choose(*kind, problem, tensors)
-    if (query.numel() == 0 or key.numel() == 0) and plan.tiling is not None:
-        reason = "no scores: there is nothing to compute"  # and nothing that the TMA can read
+    is_empty = query.numel() == 0 or key.numel() == 0
+    unreadable = None
+    if query.is_cuda and not is_empty:
+        refusals = (
+            tma_refusal(name, x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
+        unreadable = next(filter(None, refusals), None)
+    head_dims = (query.shape[-1], value.shape[-1])
+    plan = _choose(query.device, query.dtype, head_dims, problem, tensors, unreadable)
+    if is_empty and plan.tiling is not None:
+        reason = "no scores: there is nothing to compute"
         if problem.packed:
             return Plan(tier="triton", tiling=plan.tiling, reason=reason)
         return Plan(tier="tiled", tiling=None, reason=reason)
-    if plan.tier != "hopper":
-        return plan
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        memory_layout = (x.shape, x.stride(), x.data_ptr() % 16)
-        refusal = tma_refusal(name, *memory_layout, x.element_size())
-        if refusal is not None and problem.implementation == "hopper":
-            raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
-        if refusal is not None:
-            plan = _choose(*kind, replace(problem, implementation="triton", tiling=None), tensors)
-            return replace(plan, reason=f"{plan.reason}; not the Hopper tier: {refusal}")
     return plan
 
 
@@ -145,8 +141,9 @@ def _choose(
     head_dims: tuple[int, int],
     problem: Problem,
     tensors: tuple[str, ...],
+    unreadable: str | None = None,
 ) -> Plan:
-    """The plan as far as it does not depend on memory."""
+    """The plan; ``unreadable``: why the TMA cannot read tensors."""
     implementation, tiling = problem.implementation, problem.tiling
     if implementation in ("reference", "tiled"):
         tier: Tier = "reference" if implementation == "reference" else "tiled"
@@ -179,6 +176,7 @@ def _choose(
         return Plan(tier="triton", tiling=chosen, reason=f"{reason}; shipped table")
     by_name = implementation == "hopper"
     refusal = eligibility.refusal(gpu.capability, dtype, head_dims, problem, tensors, by_name)
+    refusal = refusal or unreadable
     if refusal is None:
         return Plan(
             tier="hopper",
@@ -236,7 +234,8 @@ def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
     """
     if gpu.capability[0] != 9:
         return
-    for name, rows, tiles in tiling.owners():
+    for name, tiles in tiling.kernels.items():
+        rows = tiles.queries if name in ("forward", "query_pass") else tiles.keys  # of a program
         if 64 <= rows < 16 * tiles.warps:
             raise ValueError(
                 f"tiling.{name} must have at least 16 rows per warp on {gpu.name}, or fewer than "
@@ -282,24 +281,17 @@ def explain(
         options.pop(name, None)
         for name in ("layout", "document_ids", "max_documents", "key_lengths")
     )
-    check_layout(layout)
-    layout = layout or "bhsd"
-    leading, batch = query.shape[:-3], in_one_batch(query, key, value)
-    mask, bias = given["mask"], given["bias"]
-    if mask is not None:
-        given["mask"], given["bias"], *_ = with_mask(mask, bias, query, key, value, layout)
-    query, key, value = (heads_first(x, layout) for x in batch)
-    lengths = (query.shape[2], key.shape[2])
-    mask_and_bias = resolve_mask_and_bias(
-        tuple(given.values()), leading, query.shape[1], lengths, query.device
+    query, key, value, tensors = in_four_dimensions(
+        layout, query, key, value, tuple(given.values())
     )
+    query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
     problem = new_problem("bhsd", query.shape[-1], **options)
-    if given["prefix_lengths"] is not None:
-        check_prefix_options(problem)
+    resolved = mask_and_bias_of(normalised(problem, query, key, (*tensors, None, None)))
+    bias = given["bias"]
     if documents is not None:
         del given["alibi_slopes"], given["sinks"]
         refuse_with_packed_rows("document_ids", **given)
-    plan = choose(query, key, value, problem, tensors=mask_and_bias.names)
+    plan = choose(query, key, value, problem, tensors=resolved.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":

@@ -62,7 +62,19 @@ def cu_seqlens_of(
         RuntimeError: where the host does not wait: a document in several pieces, or more than
             ``max_documents``.
     """
-    rows, begins, in_one_piece = _rows(document_ids)
+    check_tensors(document_ids=document_ids)
+    integers = not document_ids.is_floating_point() and not document_ids.is_complex()
+    if not integers or document_ids.dtype == torch.bool or document_ids.dim() < 1:
+        raise ValueError(
+            f"document_ids must be integers (..., sequence), but got {document_ids.dtype} of shape "
+            f"{tuple(document_ids.shape)}. Number each token's document."
+        )
+    rows = document_ids[None] if document_ids.dim() == 1 else document_ids.flatten(0, -2)
+    begins, distinct = (
+        F.pad(x[:, 1:] != x[:, :-1], (1, 0), value=True)[:, : x.shape[1]]
+        for x in (rows, rows.sort(dim=1).values)
+    )
+    in_one_piece = begins.sum(dim=1) == distinct.sum(dim=1)  # of each row
     n_tokens = rows.numel()
     if max_documents is None and not torch.compiler.is_compiling():
         scattered = (~in_one_piece).nonzero().flatten()
@@ -81,23 +93,6 @@ def cu_seqlens_of(
         )
         starts = starts[:max_documents]
     return F.pad(starts, (0, 1), value=n_tokens).int(), None
-
-
-def _rows(document_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of numbers, where documents begin in them, and whether each row's are in one piece."""
-    check_tensors(document_ids=document_ids)
-    integers = not document_ids.is_floating_point() and not document_ids.is_complex()
-    if not integers or document_ids.dtype == torch.bool or document_ids.dim() < 1:
-        raise ValueError(
-            f"document_ids must be integers (..., sequence), but got {document_ids.dtype} of shape "
-            f"{tuple(document_ids.shape)}. Number each token's document."
-        )
-    rows = document_ids[None] if document_ids.dim() == 1 else document_ids.flatten(0, -2)
-    begins, distinct = (
-        F.pad(x[:, 1:] != x[:, :-1], (1, 0), value=True)[:, : x.shape[1]]
-        for x in (rows, rows.sort(dim=1).values)
-    )
-    return rows, begins, begins.sum(dim=1) == distinct.sum(dim=1)
 
 
 def places_of_documents(

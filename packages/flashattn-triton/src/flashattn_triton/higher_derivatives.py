@@ -145,11 +145,8 @@ class _Part(ScoreTiles):
         self.out, self.lse, *results = of_rows
         empty = torch.isneginf(self.lse)
         self.lse = self.lse.masked_fill(empty, float("inf"))  # P = exp(S - L) is 0 there
-        self.sink_share = self.sink_tangent = None
-        if mask_and_bias.sinks is not None:
-            self.sink_share = torch.exp(self.sinks(0, self.n_queries) - self.lse)
-            if tsinks is not None:
-                self.sink_tangent = self.of_heads(tsinks, self.n_queries)
+        self.sink_share = torch.exp(self.sinks(0, self.n_queries) - self.lse)  # 0 without sinks
+        self.tsink = 0.0 if tsinks is None else self.of_heads(tsinks, self.n_queries)
         if results:
             self.tout, self.tlse, self.grad_out, grad_lse = results
             self.delta = (self.grad_out * self.out).sum(-1)
@@ -165,12 +162,10 @@ class _Part(ScoreTiles):
 
         Keys are cut alike for all queries.
         """
-        n_keys = self.k.shape[1]
         for queries in tiles(self.n_queries, self.tile):
-            for first, last in self.band.key_tiles(*queries, n_keys or 1):
-                for keys in tiles(n_keys, self.tile):
-                    if keys[0] < last and keys[1] > first:
-                        yield queries, self.rows(*queries), keys
+            for start, _ in self.key_tiles(*queries, self.tile):
+                end = min(start + self.tile, self.band.n_keys)
+                yield queries, self.rows(*queries), (start, end)
 
     def _tangent(
         self, queries: Range, keys: Range
@@ -217,8 +212,7 @@ class _Part(ScoreTiles):
                 lses[i] = lses[i] + weighted.sum(-1)
                 outs[i] = outs[i] + weighted @ self.v[:, columns] + p @ self.tv[:, columns]
             lse = self._concatenated(lses, self.lse, self.ratio)
-            if self.sink_share is not None and self.sink_tangent is not None:
-                lse = lse + self.sink_share * self.sink_tangent
+            lse = lse + self.sink_share * self.tsink
             out = self._concatenated(outs, self.out, self.ratio) - lse[..., None] * self.out
             return unfold(out, query.shape, self.groups), unfold(lse, query.shape, self.groups)
 
@@ -256,11 +250,6 @@ class _Part(ScoreTiles):
                 unfold(self._concatenated(dk, self.k), key.shape, self.groups),
                 unfold(self._concatenated(dv, self.v), value.shape, self.groups),
             )
-            dsinks = zero
-            if self.sink_share is not None:
-                tshare = -self.sink_share * tlse
-                if self.sink_tangent is not None:
-                    tshare = tshare + self.sink_share * self.sink_tangent
-                of_rows = -(tshare * self.delta + self.sink_share * tdelta)
-                dsinks = unfold(of_rows, query.shape, self.groups).sum((0, 2))
+            of_rows = -self.sink_share * ((self.tsink - tlse) * self.delta + tdelta)
+            dsinks = unfold(of_rows, query.shape, self.groups).sum((0, 2))
         return *gradients, dbias, dsinks

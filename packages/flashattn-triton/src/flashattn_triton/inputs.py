@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import operator
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, Problem, heads_first
+from flashattn_triton.problem import DTYPES, Problem, heads_first, normalise_length
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -70,21 +69,21 @@ def check_dense(query: Tensor, key: Tensor, value: Tensor) -> None:
     _check_fit(query, key, value, rows=2)
 
 
-def as_length(length: object, tokens: int | None = None) -> Any:
-    """A ``max_seqlen`` as an int; what is neither a number nor a tensor stays as it is.
+def as_length(name: str, length: Any, tokens: int) -> Any:
+    """A ``max_seqlen`` as an int, or a compiler's symbol.
 
     A tensor is read only where the host need not wait for it. Else ``tokens`` stands for it, and
     for None.
     """
-    if isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point():
-        traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
-        return tokens if traced or length.device.type != "cpu" else int(length)
-    if length is None or isinstance(length, int | torch.SymInt):
-        return tokens if length is None else length
-    try:
-        return operator.index(length)  # type: ignore[arg-type]
-    except TypeError:
+    if length is None:
+        return tokens
+    if type(length) is int or isinstance(length, torch.SymInt):  # checked by new_problem
         return length
+    is_number = isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point()
+    traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
+    if is_number and (traced or not length.is_cpu):
+        return tokens
+    return normalise_length(name, length)
 
 
 def given_starts(
@@ -118,7 +117,7 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
 
 def check_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None, max_seqlen_k: int | None,
+    max_seqlen_q: int, max_seqlen_k: int,
 ) -> None:  # fmt: skip
     """Checks packed (T_q, H, D), (T_k, G, D), (T_k, G, E) and where their sequences start.
 
@@ -132,19 +131,6 @@ def check_varlen(
                 f"{tuple(x.shape)}. Use flash_attention for batches that are not packed."
             )
     _check_fit(query, key, value, rows=0)
-    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if length is None:
-            continue
-        known = isinstance(length, int) and not torch.compiler.is_compiling()  # no symbol
-        if (
-            isinstance(length, bool)
-            or not isinstance(length, int | torch.SymInt)
-            or (known and length < 0)
-        ):
-            raise ValueError(
-                f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest "
-                f"length as a Python int, or leave it out."
-            )
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if x.dim() != 1 or x.shape[0] < 2 or x.dtype != torch.int32 or not x.is_contiguous():
             raise ValueError(
@@ -164,7 +150,7 @@ def check_varlen(
 
 def check_starts(
     query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int | None, max_seqlen_k: int | None,
+    max_seqlen_q: int, max_seqlen_k: int,
 ) -> None:  # fmt: skip
     """Checks the values of ``cu_seqlens`` of CPU tensors that :func:`check_varlen` has accepted."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
@@ -182,7 +168,7 @@ def check_starts(
                 f"cu_seqlens_{side} must rise from 0 to the number of tokens, {total}, and never "
                 f"fall, but got {values}. Use the cumulative sum of the lengths, with 0 before it."
             )
-        if limit is not None and max(lengths) > limit:
+        if max(lengths) > limit:
             raise ValueError(
                 f"max_seqlen_{side} must be at least the longest sequence, {max(lengths)}, but got "
                 f"{limit}. Pass that length, or leave it out."
@@ -251,10 +237,7 @@ _given: set[str] = set()  # kinds of warnings that this process has seen
 def warn_once(kind: str, message: str, stacklevel: int) -> None:
     """Gives a ``UserWarning``, unless the process has had one of this kind.
 
-    Args:
-        kind: what identifies the warning; the message may differ from call to call.
-        message: what was expected, what was got and what to do.
-        stacklevel: 1 for the line that calls this function, 2 for its caller's, and so on.
+    ``stacklevel``: 1 for the line that calls this function, 2 for its caller's, and so on.
     """
     if kind not in _given:
         # A filter may turn this into an error, and then the next call is to see it too.

@@ -242,17 +242,13 @@ Number = float | None
 def in_order(kernel: Any, *groups: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     """Arguments by name in the order of the kernel's parameters: a compiled kernel takes no names.
 
-    Each of ``groups`` are the arguments of neighbouring parameters.
-
-    Raises:
-        TypeError: a group's names are not those of the parameters in its place.
+    Each of ``groups`` are the arguments of neighbouring parameters, or a ``TypeError`` says so.
     """
     names, first, ordered = list(kernel.arg_names), 0, []
     for group in groups:
-        expected = names[first : first + len(group)]
-        first += len(group)
-        left_out = group is groups[-1] and first != len(names)
-        if set(expected) != set(group) or left_out:
+        end = len(names) if group is groups[-1] else first + len(group)
+        expected, first = names[first:end], end
+        if set(expected) != set(group):
             raise TypeError(
                 f"arguments of {kernel.__name__} must be {expected} in this place, but got "
                 f"{list(group)}. Name each parameter of {names} once."
@@ -290,16 +286,11 @@ class Launch:
             device: where the tensors are; None if callers make it the current one.
             programs: the grid.
             parameters: tensors.
-            numbers: of the options those that are absent are None.
+            numbers: None for those of options that are absent.
             constants: the compile-time arguments.
-            warps: of a program.
-            stages: of a pipelined loop.
-            registers: the most that a thread may have; None leaves it to the compiler.
+            warps: of a program, as ``stages`` of a pipelined loop, ``registers``, the most that a
+                thread may have, and other ``options`` of the compilation.
             by_triton: whether Triton's launcher takes the place of a fast one that cannot be made.
-            options: of the compilation, besides.
-
-        Raises:
-            TypeError: the names are not those of the kernel's parameters.
         """
         self.kernel = kernel
         self.device = device.index if device is not None and device.type == "cuda" else None

@@ -30,8 +30,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal, check_tensors
-from flashattn_triton.problem import DTYPES, Problem, broadcasts, seen_keys
+from flashattn_triton.inputs import check_equal, check_tensors, in_one_batch
+from flashattn_triton.problem import (
+    DTYPES,
+    Problem,
+    broadcasts,
+    check_layout,
+    seen_keys,
+)
 
 Given = tuple[Tensor | None, ...]
 
@@ -143,10 +149,10 @@ def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> 
 
 def resolve_mask_and_bias(
     given: Sequence[Tensor | None],
+    layout: str,
     leading: Sequence[int],
-    heads: int,
-    lengths: tuple[int, int],
-    device: torch.device,
+    query: Tensor,
+    key: Tensor,
 ) -> MaskAndBias:
     """Checks user arguments and brings them into one shape.
 
@@ -156,12 +162,15 @@ def resolve_mask_and_bias(
             integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
             N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
             uint8, as :func:`with_mask` returns it; sinks are (H,), floating.
+        layout: of query and key, "bhsd" or another one in which heads follow the sequence.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
-        heads: H.
-        lengths: N_q and N_k.
-        device: of query.
+        query: checked, as ``key``.
+        key: of it, only the length is looked at.
     """
     alibi_slopes, bias, prefix_lengths, mask, sinks = given
+    rows, of_heads = (-2, -3) if layout == "bhsd" else (-3, -2)
+    heads, device = query.shape[of_heads], query.device
+    lengths = (query.shape[rows], key.shape[rows])
     if sinks is not None:
         check_sinks(sinks, heads, device)
         sinks = sinks.contiguous()
@@ -171,9 +180,19 @@ def resolve_mask_and_bias(
             check_equal((name, "be on query's device {}", device, x.device, "Move it there."))
     batch = math.prod(leading)
     if alibi_slopes is not None:
-        _check_slopes(alibi_slopes, leading, heads)
-        slopes = alibi_slopes.reshape(-1, heads) if alibi_slopes.dim() > 1 else alibi_slopes
-        alibi_slopes = slopes.expand(batch, heads).contiguous()
+        allowed, slopes = ((heads,), (*leading, heads)), alibi_slopes
+        if tuple(slopes.shape) not in allowed or slopes.dtype != torch.float32:
+            raise ValueError(
+                f"alibi_slopes must be a float32 tensor of shape {allowed[0]} or {allowed[1]}, but "
+                f"got {slopes.dtype} of shape {tuple(slopes.shape)}. Use one slope for each head "
+                f"of query."
+            )
+        if slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach "
+                "it, or pass what is learned as bias, which has one."
+            )
+        alibi_slopes = alibi_slopes.reshape(-1, heads).expand(batch, heads).contiguous()
     if bias is not None:
         sizes, full = tuple(bias.shape), (*leading, heads, *lengths)
         if not broadcasts(sizes, full) or bias.dtype not in (*DTYPES, torch.float64):
@@ -200,6 +219,27 @@ def resolve_mask_and_bias(
     return MaskAndBias(alibi_slopes, bias, prefix_lengths, mask, sinks)
 
 
+def in_four_dimensions(
+    layout: str | None, query: Tensor, key: Tensor, value: Tensor, tensors: Given
+) -> tuple[Tensor, Tensor, Tensor, Given]:
+    """Query, key and value with one batch dimension, and the tensors :data:`NAMES` for it.
+
+    The dimensions before their last three become the batch. Keys and values that a mask hides from
+    all queries become zeros.
+    """
+    check_layout(layout)
+    layout = layout or "bhsd"
+    batch = in_one_batch(query, key, value)
+    slopes, bias, prefix_lengths, mask, sinks = tensors
+    if mask is not None:
+        mask, bias, key, value = with_mask(mask, bias, query, key, value, layout)
+        tensors = (slopes, bias, prefix_lengths, mask, sinks)
+        if query.dim() == 4:
+            return query, key, value, tensors
+        batch = in_one_batch(query, key, value)
+    return *batch, resolve_mask_and_bias(tensors, layout, query.shape[:-3], query, key)
+
+
 def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
     """The first of ``given``, which are tensors :data:`NAMES` in one shape."""
     tensors = given[: len(NAMES)]
@@ -215,11 +255,9 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
     alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
     if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
         return given
-    rows, heads = (-2, -3) if problem.layout == "bhsd" else (-3, -2)
     first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    lengths = (query.shape[rows], key.shape[rows])
     tensors = given[: len(NAMES)]
-    resolved = resolve_mask_and_bias(tensors, (first,), query.shape[heads], lengths, query.device)
+    resolved = resolve_mask_and_bias(tensors, problem.layout, (first,), query, key)
     if prefix_lengths is not None:
         check_prefix_options(problem)
     return (*resolved, *starts)
@@ -250,20 +288,6 @@ def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
             f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "
             f"query, on {device}, but got {sinks.dtype} of shape {tuple(sinks.shape)} on "
             f"{sinks.device}. Use one parameter of {heads} numbers per layer."
-        )
-
-
-def _check_slopes(slopes: Tensor, leading: Sequence[int], heads: int) -> None:
-    allowed = ((heads,), (*leading, heads))
-    if tuple(slopes.shape) not in allowed or slopes.dtype != torch.float32:
-        raise ValueError(
-            f"alibi_slopes must be a float32 tensor of shape {allowed[0]} or {allowed[1]}, but got "
-            f"{slopes.dtype} of shape {tuple(slopes.shape)}. Use one slope for each head of query."
-        )
-    if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "alibi_slopes must be constants, but got a tensor that requires a gradient. Detach it, "
-            "or pass what is learned as bias, which has one."
         )
 
 

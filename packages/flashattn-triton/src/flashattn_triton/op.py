@@ -57,14 +57,14 @@ from flashattn_triton.operator_rules import (
     forward_flops,
     register_for,
     tangents_flops,
-    vmap_backward,
-    vmap_forward,
+    vmap_rule,
 )
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.tiers import Needs, forward_launcher, gradients_launcher
 
-_ONLY_INPUTS: Needs = (True, False, False)
+ONLY_INPUTS: Needs = (True, False, False)
 PLAIN = (Tensor, torch.nn.Parameter)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # ---- the cache -----------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
     return call
 
 
-def _call_for(*arguments: Any) -> CachedCall:
+def call_for(*arguments: Any) -> CachedCall:
     """The call for the arguments of :func:`key_of`."""
     cache_key = key_of(*arguments)
     return _cache.get(cache_key) or _new_call(cache_key, *arguments)
@@ -214,11 +214,11 @@ def _call_for(*arguments: Any) -> CachedCall:
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 NUMBERS = (  # of Problem.pack
     "str layout, SymInt max_seqlen_q, SymInt max_seqlen_k, str causal, float scale, "
-    "SymInt window_left, SymInt window_right, float softcap, bool deterministic, "
-    "str implementation, bool fp32_out, bool largest_only, int[] tiling"
+    "SymInt? window_left, SymInt? window_right, float? softcap, bool deterministic, "
+    "str implementation, ScalarType? out_dtype, bool largest_only, int[]? tiling"
 )
 _PROBLEM = f"{', '.join(f'Tensor? {name}' for name in GIVEN)}, {NUMBERS}"
-FP32_OUT, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
+OUT_DTYPE, LARGEST_ONLY = -3, -2  # at the end of what follows key and value
 _LIBRARY = torch.library.Library("flashattn_triton", "DEF")
 _LIBRARY.define(f"forward({_INPUTS}, {_PROBLEM}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -267,7 +267,7 @@ def _call_of(
     given, problem = tuple(rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
     if all(x is None for x in given):
         given = NOTHING
-    return _call_for(problem, query, key, value, given), given
+    return call_for(problem, query, key, value, given), given
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -276,8 +276,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
     if rest[LARGEST_ONLY]:
         out = query.new_empty(0)
     else:
-        dtype = torch.float32 if rest[FP32_OUT] else None
-        out = empty_result(query, value.shape[-1], layout, dtype)
+        out = empty_result(query, value.shape[-1], layout, rest[OUT_DTYPE])
     return out, as_given(lse, layout)
 
 
@@ -334,23 +333,27 @@ class Attend(_SingleLevelFunction):
             if grad_lse is None:
                 return (None,) * (4 + len(rest))
             grad_out = torch.zeros_like(out)
-        call, given, needs = ctx.call, NOTHING, _ONLY_INPUTS
-        if rest:
-            given = tuple(rest)
-        if rest and not (isinstance(call, CachedCall) and not call.masked):
+        call, given, needs = ctx.call, tuple(rest) or NOTHING, ONLY_INPUTS
+        if rest and (call.masked if isinstance(call, CachedCall) else True):
             needed = ctx.needs_input_grad
             needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
-        gradients = None
-        # With a graph of its own, the backward pass must say that it has no derivative.
-        if isinstance(call, CachedCall) and not (torch.is_grad_enabled() or _is_watched()):
-            gradients = _unless_batched(call, tensors, given, needs)
-        if gradients is None:
+        # With a graph of its own, the backward pass must say that it has no derivative. Tensors of
+        # ``torch.autograd.grad(is_grads_batched=True)`` have no memory.
+        gradients: Any
+        if isinstance(call, CachedCall) and not (
+            torch.is_grad_enabled()
+            or _is_watched()
+            or _is_batched(grad_out)
+            or (grad_lse is not None and _is_batched(grad_lse))
+        ):
+            gradients = call.backward(tensors, given, needs)
+        else:
             numbers = call.problem.pack() if isinstance(call, CachedCall) else call
             gradients = _wanted(BACKWARD(*tensors, *given, *numbers, list(needs)), needs)
         if not rest:
             return None, *gradients[:3]
-        dbias, dsinks = (None, None) if needs == _ONLY_INPUTS else gradients[3:]
+        dbias, dsinks = (None, None) if needs == ONLY_INPUTS else gradients[3:]
         return None, *gradients[:3], *_in_given(dbias, dsinks)
 
 
@@ -359,7 +362,6 @@ class _AttendOutput(Attend):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """The output."""
         return Attend.forward(ctx, *arguments)[0]
 
 
@@ -370,7 +372,6 @@ class _AttendBackward(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Five gradients."""
         ctx.save_for_backward(*arguments[: TENSORS + RESULTS])
         ctx.numbers = arguments[TENSORS + RESULTS :]
         ctx.set_materialize_grads(False)
@@ -400,7 +401,6 @@ class _AttendTangents(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """Tangents of output and logsumexp."""
         tangents = _below(TANGENTS, *arguments)
         ctx.save_for_backward(*arguments[:TENSORS_OF_TANGENTS], *tangents)
         ctx.numbers = arguments[TENSORS_OF_TANGENTS:]
@@ -408,7 +408,6 @@ class _AttendTangents(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs and of the direction."""
         *tensors, tout, tlse = ctx.saved_tensors
         inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
         results = (out, lse, (tout, tlse), grad_out, grad_lse)
@@ -434,20 +433,6 @@ def _tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _fake_tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
     out, lse = arguments[10:12]
     return torch.empty_like(out), torch.empty_like(lse)
-
-
-def _vmap_tangents(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    """One after another: any input may be mapped."""
-    results = [
-        TANGENTS(
-            *(
-                x.select(dim, i) if isinstance(dim, int) else x
-                for x, dim in zip(arguments, in_dims, strict=True)
-            )
-        )
-        for i in range(info.batch_size)
-    ]
-    return tuple(torch.stack(parts) for parts in zip(*results, strict=True)), (0, 0)
 
 
 def _unpack(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -527,24 +512,6 @@ def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
         return operator(*arguments)
 
 
-def _unless_batched(call: CachedCall, tensors: BackwardTensors, *others: Any) -> Any:
-    """None for tensors of ``torch.autograd.grad(is_grads_batched=True)``: they have no memory."""
-    try:
-        return call.backward(tensors, *others)
-    except RuntimeError:
-        if all(x is None or _has_memory(x) for x in tensors):
-            raise
-        return None
-
-
-def _has_memory(x: Tensor) -> bool:
-    try:
-        x.data_ptr()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _differentiable(
     operator: Callable[..., Any],
     apply: Callable[..., Any],
@@ -566,24 +533,25 @@ def _differentiable(
 
 # ---- registration --------------------------------------------------------------------------------
 
-for _name, _operator, _apply, _of_duals, _n_tensors, _run, _fake, _vmap, _flops in (
+for _name, _operator, _apply, _of_duals, _n_tensors, _run, _fake, _flops in (
     (
         "forward", FORWARD, lambda *given: Attend.apply(given[TENSORS:], *given[:TENSORS]),
-        _forward_of_duals, TENSORS, _forward, _fake_forward, vmap_forward, forward_flops,
+        _forward_of_duals, TENSORS, _forward, _fake_forward, forward_flops,
     ),
     (
         "backward", BACKWARD, _AttendBackward.apply, _backward_of_duals, TENSORS + RESULTS,
-        _backward, _fake_backward, vmap_backward, backward_flops,
+        _backward, _fake_backward, backward_flops,
     ),
     (
         "tangents", TANGENTS, _AttendTangents.apply,
         lambda tensors, rest: _tangents(*tensors, *rest), TENSORS_OF_TANGENTS, _tangents,
-        _fake_tangents, _vmap_tangents, tangents_flops,
+        _fake_tangents, tangents_flops,
     ),
 ):  # fmt: skip
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     _LIBRARY.impl(_name, _differentiable(_operator, _apply, _of_duals, _n_tensors), "Autograd")
     torch.library.register_fake(f"flashattn_triton::{_name}", _fake, lib=_LIBRARY)
+    _vmap = vmap_rule(_operator, _n_tensors - len(GIVEN))
     torch.library.register_vmap(f"flashattn_triton::{_name}", _vmap, lib=_LIBRARY)
     register_flop_formula(_operator.overloadpacket, get_raw=True)(_flops)
 
@@ -668,16 +636,3 @@ def attend(
         out, lse = Attend.apply(call, *tensors)
         return out, lse
     return _AttendOutput.apply(call, *tensors), None
-
-
-def add_gradients(
-    problem: Problem, tensors: BackwardTensors, given: Given, into: Sequence[Tensor]
-) -> None:
-    """Adds dQ, dK and dV to three fp32 tensors with contiguous rows, outside of autograd.
-
-    ``given``: what came with the tensors, named :data:`GIVEN`.
-    """
-    query, key, value, *_ = tensors
-    call = _call_for(problem, query, key, value, given)
-    given = normalised(problem, query, key, given)
-    call.backward(tensors, given, _ONLY_INPUTS, into)

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashattn_triton.logsumexp import add_sinks, sinks_gradient
 from flashattn_triton.mask_and_bias import NAMES, Given
 
 # Tensors that may come with query, key and value, in the order of the operators' arguments.
@@ -40,61 +39,29 @@ def _fold(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return x.flatten(0, 1)
 
 
-def _check_mapped(given: Sequence[Tensor | None]) -> None:
-    if given[STARTS] is not None:
-        raise ValueError(
-            "vmap over packed sequences is not supported: add the sequences to cu_seqlens"
-        )
-    for name, x in zip(GIVEN[:SINKS], given, strict=False):
-        if x is not None:
-            raise ValueError(
-                f"{name} must be None under torch.func.vmap, but got one. Make the mapped "
-                f"dimension a part of the batch."
+def vmap_rule(operator: Callable[..., Any], n_rows: int) -> Callable[..., tuple[Any, Any]]:
+    """The rule of an operator that takes ``n_rows`` tensors of rows before those that are given.
+
+    The mapped dimension becomes a part of the batch; where tensors are given, which may be shared
+    or mapped, its elements are computed one after another.
+    """
+
+    def rule(info: Any, in_dims: Sequence[Any], *arguments: Any) -> tuple[Any, Any]:
+        size, rest = info.batch_size, arguments[n_rows:]
+        if all(x is None for x in rest[: len(GIVEN)]):
+            rows = zip(arguments[:n_rows], in_dims, strict=False)
+            results = operator(*(_fold(x, dim, size) for x, dim in rows), *rest)
+            found = tuple(x.unflatten(0, (size, len(x) // size)) for x in results)
+        else:
+            pairs = list(zip(arguments, in_dims, strict=True))
+            each = (
+                operator(*(x.select(dim, i) if isinstance(dim, int) else x for x, dim in pairs))
+                for i in range(size)
             )
+            found = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+        return found, (0,) * len(found)
 
-
-def vmap_forward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    """The operator ``forward`` of mapped tensors, whose dimension becomes a part of the batch."""
-    size, given, numbers = info.batch_size, list(arguments[3:TENSORS]), arguments[TENSORS:]
-    _check_mapped(given)
-    sinks, sinks_dim = given[SINKS], in_dims[3 + SINKS]
-    if sinks_dim is not None:
-        given[SINKS] = None
-    folded = [_fold(x, dim, size) for x, dim in zip(arguments[:3], in_dims, strict=False)]
-    out, lse = (
-        x.unflatten(0, (size, -1))
-        for x in torch.ops.flashattn_triton.forward.default(*folded, *given, *numbers)
-    )
-    if sinks_dim is not None:
-        out, lse = add_sinks(out, lse, sinks.movedim(sinks_dim, 0)[:, None], numbers[0])
-    return (out, lse), (0, 0)
-
-
-def vmap_backward(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> tuple[Any, Any]:
-    """The operator ``backward`` of mapped tensors."""
-    size, n = info.batch_size, 3 + RESULTS
-    given = arguments[n : n + len(GIVEN)]
-    *numbers, needs = arguments[n + len(GIVEN) :]
-    _check_mapped(given)
-    folded: list[Any] = [
-        _fold(x, dim, size) for x, dim in zip(arguments[:n], in_dims, strict=False)
-    ]
-    # The backward pass knows sinks by the logsumexp.
-    computed = torch.ops.flashattn_triton.backward.default(
-        *folded, *NOTHING, *numbers, [needs[0], False, False]
-    )
-    nothing = computed[3].new_empty(size, 0)
-    gradients = [x.unflatten(0, (size, -1)) if needs[0] else nothing for x in computed[:3]]
-    dsinks = nothing
-    if needs[2]:
-        sinks, dim = given[SINKS], in_dims[n + SINKS]
-        sinks = sinks.expand(size, -1) if dim is None else sinks.movedim(dim, 0)
-        results: list[Any] = [None if x is None else x.unflatten(0, (size, -1)) for x in folded[3:]]
-        out, lse, grad_out, grad_lse = results
-        if numbers[0] == "bshd":
-            out, grad_out = out.transpose(-3, -2), grad_out.transpose(-3, -2)
-        dsinks = sinks_gradient(sinks, out, lse, grad_out, grad_lse)
-    return (*gradients, nothing, dsinks), (0,) * 5
+    return rule
 
 
 # ---- floating-point operations -------------------------------------------------------------------

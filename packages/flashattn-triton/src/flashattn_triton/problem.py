@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, get_args
@@ -126,42 +127,29 @@ class Problem:
         return left, 0 if self.causal in ("top-left", "bottom-right") else right
 
     def pack(self) -> tuple[Any, ...]:
-        """As the numbers and strings that the operators take.
-
-        No limit of a window is -1, no soft-cap is 0, no explicit tiling is an empty list.
-        """
-        left, right = self.window
+        """As the numbers and strings that the operators take."""
         return (
-            self.layout,
-            *self.longest,
-            self.causal,
-            self.scale,
-            -1 if left is None else left,
-            -1 if right is None else right,
-            0.0 if self.softcap is None else self.softcap,
-            self.deterministic,
-            self.implementation,
-            self.out_dtype is not None,
-            self.largest_only,
-            [] if self.tiling is None else self.tiling.pack(),
-        )
+            self.layout, *self.longest, self.causal, self.scale, *self.window, self.softcap,
+            self.deterministic, self.implementation, self.out_dtype, self.largest_only,
+            None if self.tiling is None else self.tiling.pack(),
+        )  # fmt: skip
 
     @classmethod
     def unpack(cls, numbers: Sequence[Any]) -> Problem:
         """The problem that :meth:`pack` wrote."""
-        layout, longest_q, longest_k, causal, scale, left, right, *rest = numbers
-        softcap, deterministic, implementation, in_fp32, largest_only, tiling = rest
+        layout, longest_q, longest_k, causal, scale, left, right, softcap, *rest = numbers
+        deterministic, implementation, out_dtype, largest_only, tiling = rest
         return cls(
             layout=layout,
             longest=(longest_q, longest_k),
             causal=causal,
             scale=scale,
-            window=(None if left < 0 else left, None if right < 0 else right),
-            softcap=softcap or None,
+            window=(left, right),
+            softcap=softcap,
             deterministic=deterministic,
             implementation=implementation,
-            tiling=Tiling.unpack(tuple(tiling)) if tiling else None,
-            out_dtype=torch.float32 if in_fp32 else None,
+            tiling=None if tiling is None else Tiling.unpack(tiling),
+            out_dtype=out_dtype,
             largest_only=largest_only,
         )
 
@@ -216,11 +204,6 @@ def seen_keys(
     return 0, n_keys if right is None else least(n_keys, n_queries + right)
 
 
-# Problems by the arguments that they were made of; emptied when it is full.
-_problems: dict[Any, Problem] = {}
-_LIMIT = 4096
-
-
 def new_problem(
     layout: str | None = None,
     head_dim: int = 0,
@@ -246,30 +229,26 @@ def new_problem(
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    left = right = None
+    if window is not None:
+        is_pair = type(window) is tuple and len(window) == 2
+        left, right = window if is_pair else _normalise_window(window)
     arguments = (
-        layout, head_dim, longest, causal, scale, window, softcap, deterministic, implementation,
-        tiling, out_dtype,
+        layout, head_dim, longest, causal, scale, left, right, softcap, deterministic,
+        implementation, tiling, out_dtype,
     )  # fmt: skip
-    if torch.compiler.is_compiling():  # which traces what is read from a dictionary as a constant
-        return _checked(*arguments)
-    # Equal values of unequal types (True and 1) are not equally valid.
-    sides = None if window is None else tuple(map(type, window)) if type(window) is tuple else 0
-    key = (*arguments, type(causal), type(scale), type(softcap), type(deterministic), sides)
-    try:
-        problem = _problems.get(key)
-    except TypeError:  # an argument that cannot be hashed, valid or not
-        return _checked(*arguments)
-    if problem is None:
-        problem = _checked(*arguments)
-        if len(_problems) >= _LIMIT:
-            _problems.clear()
-        _problems[key] = problem
-    return problem
+    problem = None
+    if not torch.compiler.is_compiling():  # compilers trace a cache's results as constants
+        try:
+            problem = _cached(*arguments)
+        except TypeError:  # of an argument that is not valid: named below
+            problem = None
+    return problem or _checked(*arguments)
 
 
 def _checked(
-    layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, window: Any, softcap: Any,
-    deterministic: Any, implementation: Any, tiling: Any, out_dtype: Any,
+    layout: Any, head_dim: int, longest: Any, causal: Any, scale: Any, left: Any, right: Any,
+    softcap: Any, deterministic: Any, implementation: Any, tiling: Any, out_dtype: Any,
 ) -> Problem:  # fmt: skip
     if out_dtype not in (None, torch.float32):
         raise ValueError(
@@ -278,6 +257,10 @@ def _checked(
         )
     if layout != "thd":
         check_layout(layout)
+    elif not torch.compiler.is_compiling():
+        for name, length in zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True):
+            if type(length) is int:  # no symbol
+                normalise_length(name, length)
     check_choice("implementation", implementation, IMPLEMENTATIONS, "'auto' chooses.")
     if tiling is not None and not isinstance(tiling, Tiling):
         raise TypeError(
@@ -286,7 +269,7 @@ def _checked(
     return Problem(
         causal=_normalise_causal(causal),
         scale=_normalise_scale(scale, head_dim),
-        window=_normalise_window(window),
+        window=_normalise_window((left, right)),
         softcap=_normalise_softcap(softcap),
         deterministic=normalise_flag("deterministic", deterministic),
         layout="bhsd" if layout is None else layout,
@@ -297,11 +280,29 @@ def _checked(
     )
 
 
+# Equal values of unequal types (True and 1) are not equally valid.
+_cached = functools.lru_cache(maxsize=4096, typed=True)(_checked)
+
+
 def normalise_flag(name: str, flag: object) -> bool:
     """``flag``; raises ``ValueError`` with its name unless it is a bool."""
     if not isinstance(flag, bool):
         raise ValueError(f"{name} must be True or False, but got {flag!r}. Pass a bool.")
     return flag
+
+
+def normalise_length(name: str, length: Any) -> int:
+    """``length`` as an int; raises ``ValueError`` with its name unless it is an integer >= 0."""
+    try:
+        number = -1 if isinstance(length, bool) else operator.index(length)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(
+            f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest length "
+            f"as a Python int, or leave it out."
+        )
+    return number
 
 
 def _normalise_causal(causal: Any) -> Causal:
@@ -332,8 +333,6 @@ def _normalise_scale(scale: float | None, head_dim: int) -> float:
 
 
 def _normalise_window(window: Any) -> tuple[int | None, int | None]:
-    if window is None:
-        return (None, None)
     if not isinstance(window, tuple | list) or len(window) != 2:
         size = window if isinstance(window, int) and window > 1 else 128
         raise ValueError(

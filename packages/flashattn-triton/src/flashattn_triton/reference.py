@@ -17,7 +17,6 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +47,9 @@ def visibility_mask(
     """
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)[None, :]
-    diagonal = queries + (n_keys - n_queries if problem.bottom_right else 0)
+    diagonal = queries + diagonal_offset(n_queries, n_keys, problem)
     visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-    if problem.causal in ("top-left", "bottom-right"):
-        visible &= keys <= diagonal
-    left, right = problem.window
+    left, right = problem.band
     if left is not None:
         visible &= keys >= diagonal - left
     if right is not None:
@@ -123,63 +120,27 @@ def attention_reference(
     return out, logsumexp
 
 
-def attention_reference_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    *,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
-    """:func:`attention_reference` of each sequence of a packed batch, one after the other.
-
-    Args:
-        query: (T_q, H, D), the sequences' tokens one after another.
-        key: (T_k, G, D).
-        value: (T_k, G, E).
-        cu_seqlens_q: (B + 1,) int32, where each sequence starts in ``query``, and T_q.
-        cu_seqlens_k: (B + 1,) int32, the same for ``key`` and ``value``. Sequences may be empty.
-        problem: mask, scale and soft-cap; the diagonal is each sequence's own.
-        mask_and_bias: slopes and prefixes of each sequence; no bias.
-        dtype: as in :func:`attention_reference`.
-
-    Returns:
-        Output (T_q, H, E) and logsumexp (H, T_q), both in ``dtype``: 0 and -inf for tokens behind
-        the last sequence.
-    """
-    given = (*mask_and_bias, cu_seqlens_q, cu_seqlens_k)
-    return _of_all_parts(replace(problem, layout="thd"), (query, key, value), given, dtype)
-
-
 def attend_by_definition(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, with their own derivatives, of tensors in the layout of ``problem``.
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None],
+    *, dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """:func:`attention_reference` of the batch, or of each packed sequence, in the given layout.
 
-    They are computed in fp32, or in float64 for such tensors. ``given`` are those of
-    :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape, as the others.
+    ``given`` are tensors :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape.
+    ``dtype`` None: everything is computed in fp32, or in float64 for such tensors, and the output
+    is rounded to the problem's or query's dtype. Tokens behind the last sequence get 0 and -inf.
     """
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
-        out, lse = _of_all_parts(problem, (query, key, value), given, dtype)
-    return out.to(problem.out_dtype or query.dtype), lse
-
-
-def _of_all_parts(
-    problem: Problem, tensors: Sequence[Tensor], given: Sequence[Tensor | None], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """:func:`attention_reference` of the batch, or each packed sequence, in the given layout."""
+    out_dtype = dtype or problem.out_dtype or query.dtype
+    dtype = dtype or torch.promote_types(query.dtype, torch.float32)
     *_, starts_q, starts_k = given
-    q, k, v = (heads_first(x, problem.layout) for x in tensors)
-    parts = [
-        attention_reference(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, own, dtype=dtype
-        )
-        for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given))
-    ]
+    q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        parts = [
+            attention_reference(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, own, dtype=dtype
+            )
+            for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given))
+        ]
     outs, lses = zip(*parts, strict=True)
     out, lse = joined_parts(outs, q.shape[2]), joined_parts(lses, q.shape[2], float("-inf"))
-    return as_given(out, problem.layout), as_given(lse, problem.layout)
+    return as_given(out, problem.layout).to(out_dtype), as_given(lse, problem.layout)

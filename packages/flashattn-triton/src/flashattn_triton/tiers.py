@@ -8,6 +8,7 @@ addresses on, so that no layout costs views; the tiled computation looks at (B, 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -22,10 +23,9 @@ from flashattn_triton.launch import (
     empty_row_statistic,
     unit_last_stride,
 )
-from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
-from flashattn_triton.tiled import tiled_backward, tiled_bias_backward, tiled_forward
+from flashattn_triton.tiled import sinks_gradient, tiled_backward, tiled_forward
 
 # (query, key, value), packing=None, mask_and_bias=... to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
@@ -35,8 +35,8 @@ BackwardLauncher = Callable[..., tuple[Tensor | None, ...]]
 Needs = tuple[bool, bool, bool]
 
 _Results = TypeVar("_Results")
-# Where a backward pass takes tensors of rows: query, key, value, out and grad_out.
-_ROWS_OF_BACKWARD = (0, 1, 2, 3, 5)
+# Where a pass takes tensors of rows: query, key, value, out and grad_out.
+_ROWS = (0, 1, 2, 3, 5)
 
 
 def forward_launcher(
@@ -56,9 +56,9 @@ def forward_launcher(
         return functools.partial(_tiled_forward, problem)
     from flashattn_triton.portable.forward import ForwardCall
 
-    q, k, v = _views(readable(tensors, (0, 1, 2)), problem)
+    q, k, v = _views(readable(tensors), problem)
     call = ForwardCall(q, k, v, problem, plan.tiling.forward, packing, mask_and_bias)
-    return _on_copies(call, tensors, (0, 1, 2))
+    return _on_copies(call, tensors)
 
 
 def gradients_launcher(
@@ -71,31 +71,49 @@ def gradients_launcher(
     launcher's last argument then; or nothing. The launcher returns dQ, dK and dV, and the gradients
     of bias and sinks, if one of them is wanted: None for those that are not.
     """
-    main = of_bias = of_sinks = None
-    if needs[0]:
-        main = _backward_launcher(tensors, problem, plan, packing, mask_and_bias, into)
-        if not needs[1] and not needs[2]:
-            return main
-    if needs[1]:
-        of_bias = _bias_launcher(tensors, problem, plan, mask_and_bias)
-    if needs[2]:
-        of_sinks = _sinks_launcher(tensors, problem, mask_and_bias)
+    # Above this head_dim, tiles of PyTorch compute gradients.
+    tiling = None if tensors[0].shape[-1] > MAX_HEAD_DIM_BACKWARD else plan.tiling
+    main: BackwardLauncher | None = None
+    of_bias: Callable[..., Tensor] | None = None
+    of_sinks: Callable[..., Tensor] | None = None
+    if needs[0] or (needs[1] and tiling is None):
+        main = _backward_launcher(
+            tensors, problem, plan, tiling, packing, mask_and_bias, needs, into
+        )
+    if main is not None and not needs[1] and not needs[2]:
+        return main
+    if needs[1] and tiling is not None:
+        from flashattn_triton.portable.bias_pass import BiasCall
+
+        views = _views(readable(tensors), problem)
+        of_bias = _on_copies(BiasCall(views, problem, tiling, mask_and_bias), tensors)
+    if needs[2] and tensors[3].is_cuda and tensors[3].numel():
+        from flashattn_triton.portable.preprocess import SinksCall
+
+        assert mask_and_bias.sinks is not None
+        views = _views(readable(tensors), problem)
+        of_sinks = _on_copies(SinksCall(views, mask_and_bias.sinks), tensors)
 
     def launch(
         tensors: BackwardTensors, packing: Packing | None = None,
         mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        gradients = (None, None, None) if main is None else main(tensors, packing, mask_and_bias)
-        dbias = None if of_bias is None else of_bias(tensors, mask_and_bias)
+        none = (None, None, None)
+        found = none if main is None else main(tensors, packing, mask_and_bias)
+        dbias = found[3] if len(found) > 3 else None
+        if of_bias is not None:
+            dbias = of_bias(tensors, mask_and_bias)
         dsinks = None if of_sinks is None else of_sinks(tensors, mask_and_bias)
-        return *gradients, dbias, dsinks
+        if needs[2] and of_sinks is None and mask_and_bias.sinks is not None:
+            dsinks = sinks_gradient(mask_and_bias.sinks, *_views(tensors, problem)[3:])
+        return *(found[:3] if needs[0] else none), dbias, dsinks
 
     return launch
 
 
 def _backward_launcher(
-    tensors: BackwardTensors, problem: Problem, plan: Plan, packing: Packing | None,
-    mask_and_bias: MaskAndBias, into: Sequence[Tensor],
+    tensors: BackwardTensors, problem: Problem, plan: Plan, tiling: Tiling | None,
+    packing: Packing | None, mask_and_bias: MaskAndBias, needs: Needs, into: Sequence[Tensor],
 ) -> BackwardLauncher:  # fmt: skip
     views, sums = _views(tensors, problem), _views(into, problem)
     if plan.runs_hopper_backward(problem):
@@ -103,9 +121,8 @@ def _backward_launcher(
 
         if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
             return HopperBackwardCall(views, problem, packing, sums)
-    tiling = _backward_tiling(plan, tensors)
     if tiling is None:
-        return functools.partial(_tiled_backward, problem)
+        return functools.partial(_tiled_backward, problem, needs)
     from flashattn_triton.portable.backward import BackwardCall
 
     views = _views(readable(tensors), problem)
@@ -113,58 +130,20 @@ def _backward_launcher(
     return _on_copies(call, tensors)
 
 
-def _backward_tiling(plan: Plan, tensors: BackwardTensors) -> Tiling | None:
-    """Shapes of the portable kernels; None where tiles of PyTorch compute gradients."""
-    return None if tensors[0].shape[-1] > MAX_HEAD_DIM_BACKWARD else plan.tiling
-
-
-def _bias_launcher(
-    tensors: BackwardTensors, problem: Problem, plan: Plan, mask_and_bias: MaskAndBias
-) -> Callable[..., Tensor]:
-    """What computes the gradient of the bias: (tensors, mask_and_bias) to dbias."""
-    tiling = _backward_tiling(plan, tensors)
-    if tiling is None:
-        return lambda tensors, mask_and_bias: tiled_bias_backward(
-            _views(tensors, problem), problem, mask_and_bias
-        )
-    from flashattn_triton.portable.bias_pass import BiasCall
-
-    views = _views(readable(tensors), problem)
-    return _on_copies(BiasCall(views, problem, tiling, mask_and_bias), tensors)
-
-
-def _sinks_launcher(
-    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias
-) -> Callable[..., Tensor]:
-    """What computes the gradient of the sinks: (tensors, mask_and_bias) to dsinks."""
-    out, sinks = tensors[3], mask_and_bias.sinks
-    if not out.is_cuda or out.numel() == 0:
-        return lambda tensors, mask_and_bias: sinks_gradient(
-            mask_and_bias.sinks, *_views(tensors, problem)[3:]
-        )
-    from flashattn_triton.portable.preprocess import SinksCall
-
-    assert sinks is not None
-    rows = (3, 5)  # out and grad_out
-    return _on_copies(SinksCall(_views(readable(tensors, rows), problem), sinks), tensors, rows)
-
-
 def _views(tensors: Sequence[Any], problem: Problem) -> tuple[Any, ...]:
     return tuple([None if x is None else heads_first(x, problem.layout) for x in tensors])
 
 
-def readable(tensors: Sequence[Any], rows: Sequence[int] = _ROWS_OF_BACKWARD) -> tuple[Any, ...]:
-    """``tensors``, those at the positions ``rows`` copied where their last stride is not 1."""
-    return tuple([unit_last_stride(x) if i in rows else x for i, x in enumerate(tensors)])
+def readable(tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Tensors of a pass, those of rows copied where their last stride is not 1."""
+    return tuple([unit_last_stride(x) if i in _ROWS else x for i, x in enumerate(tensors)])
 
 
-def _on_copies(
-    call: Callable[..., _Results], tensors: Sequence[Any], rows: Sequence[int] = _ROWS_OF_BACKWARD
-) -> Callable[..., _Results]:
+def _on_copies(call: Callable[..., _Results], tensors: Sequence[Any]) -> Callable[..., _Results]:
     """``call``, given copies of those of ``tensors`` that it cannot read, if there are any."""
-    if all(unit_last_stride(tensors[i]) is tensors[i] for i in rows):
+    if all(map(operator.is_, tensors, readable(tensors))):
         return call
-    return lambda tensors, *rest: call(readable(tensors, rows), *rest)
+    return lambda tensors, *rest: call(readable(tensors), *rest)
 
 
 def _tiled_forward(
@@ -185,7 +164,7 @@ def _tiled_forward(
 
 
 def _tiled_backward(
-    problem: Problem, tensors: BackwardTensors, packing: Packing | None = None,
+    problem: Problem, needs: Needs, tensors: BackwardTensors, packing: Packing | None = None,
     mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     inputs, results = tensors[:3], tensors[3:]
@@ -196,10 +175,11 @@ def _tiled_backward(
     for rows, columns, given in parts_of_batch(*_starts(packing), mask_and_bias):
         spans = (rows, columns, columns, *[rows] * 4)
         part: Any = [None if x is None else x[:, :, of] for x, of in zip(views, spans, strict=True)]
-        gradients = tiled_backward(part, problem, given)
+        gradients = tiled_backward(part, problem, given, of_bias=needs[1])
         for total, gradient, of in zip(_views(sums, problem), gradients, spans, strict=False):
             total[:, :, of] += gradient
-    return tuple(x.detach() for x in sums)
+    # A bias comes with one part.
+    return *(x.detach() for x in sums), *gradients[3:]
 
 
 def _starts(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:

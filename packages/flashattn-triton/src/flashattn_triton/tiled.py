@@ -58,17 +58,15 @@ def tiled_forward(
             row_max = score_tiles.sinks(start, end)  # m
             row_sum = (~torch.isneginf(row_max)).to(row_max.dtype)  # l: a sink is a key before all
             acc = torch.zeros_like(out[:, rows])
-            for k_start, k_end in score_tiles.band.key_tiles(start, end, key_tile):
-                if score_tiles.hides(k_start, k_end):
-                    continue
-                scores, _ = score_tiles.scores((start, end), (k_start, k_end))
+            for keys in score_tiles.key_tiles(start, end, key_tile):
+                scores, _ = score_tiles.scores((start, end), keys)
                 new_max = torch.maximum(row_max, scores.amax(dim=-1))
                 # A row that has seen no key yet has m = -inf, and -inf - (-inf) is NaN.
                 shift = new_max.masked_fill(torch.isneginf(new_max), 0.0)
                 p = torch.exp(scores - shift[..., None])
                 decay = torch.exp(row_max - shift)
                 row_sum = row_sum * decay + p.sum(dim=-1)
-                acc = torch.baddbmm(acc * decay[..., None], p, v[:, k_start:k_end])
+                acc = torch.baddbmm(acc * decay[..., None], p, v[:, slice(*keys)])
                 row_max = new_max
             # Rows without visible keys: 0 / 1 = 0, and -inf + log 0 = -inf.
             out[:, rows] = acc / row_sum.masked_fill(row_sum == 0, 1.0)[..., None]
@@ -81,82 +79,73 @@ def tiled_forward(
 @torch.no_grad()
 def tiled_backward(
     tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
-    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    of_bias: bool = False, query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Algorithm 2: gradients of query, key and value, with P recomputed from the logsumexp.
 
-    The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)).
+    The gradient of the logsumexp enters through D: with dL given, dS = P ∘ (dP - (D - dL)). That of
+    a bias is dS, summed over the dimensions that share it.
 
     ``tensors``: those of :func:`tiled_forward`, its results, and their gradients.
 
     Returns:
-        dQ, dK, dV, shaped and typed like query, key, value, accumulated in fp32 (fp64).
+        dQ, dK, dV, and dbias if ``of_bias``, shaped and typed like query, key, value and the bias,
+        accumulated in fp32 (fp64).
     """
-    query, key, value, _, _, grad_out, _ = tensors
+    query, key, value, _, _, _, grad_lse = tensors
     score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
+    inputs, bias = [query, key, value], mask_and_bias.bias
     with torch.autocast(query.device.type, enabled=False):
-        v, do = fold(value, groups), fold(grad_out, groups)
+        v, out, lse, do = (fold(x, groups) for x in tensors[2:6])
+        delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
+        if grad_lse is not None:
+            delta = delta - fold(grad_lse, groups)
+        empty = torch.isneginf(lse)
+        delta = delta.masked_fill(empty, 0.0)
+        lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
-        for queries, keys, p, ds, slope in found:
-            rows, columns = score_tiles.rows(*queries), slice(*keys)
-            dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
-            if slope is not None:
-                ds = ds * slope
-            dq[:, rows] += torch.bmm(ds, k[:, columns])
-            dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
-        dq *= problem.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
-        pairs = zip((dq, dk, dv), (query, key, value), strict=True)
-        dq, dk, dv = (unfold(grad, x.shape, groups).to(x.dtype) for grad, x in pairs)
-        return dq, dk, dv
-
-
-@torch.no_grad()
-def tiled_bias_backward(
-    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias, /, *,
-    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
-) -> Tensor:  # fmt: skip
-    """Gradient of ``mask_and_bias.bias``: dS, summed over the dimensions that share a bias.
-
-    Takes the arguments of :func:`tiled_backward`.
-
-    Returns:
-        The gradient, shaped and typed like the bias, accumulated in fp32 (fp64).
-    """
-    (query, key, *_), bias = tensors, mask_and_bias.bias
-    assert bias is not None
-    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
-    total = score_tiles.q.new_zeros(bias.shape)
-    with torch.autocast(query.device.type, enabled=False):
-        found = _gradients_of_scores(score_tiles, tensors, query_tile, key_tile)
-        for queries, keys, _, ds, _ in found:
-            target = bias_of_tile(total, queries, keys)
-            target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
-    return total.to(bias.dtype)
-
-
-def _gradients_of_scores(
-    score_tiles: ScoreTiles, tensors: BackwardTensors, query_tile: int, key_tile: int
-) -> Iterator[tuple[tuple[int, int], tuple[int, int], Tensor, Tensor, Tensor | None]]:
-    """Query range, key range, P, dS behind the soft-cap, and its slope, for each visible tile."""
-    v, out, lse, do = (fold(x, score_tiles.groups) for x in tensors[2:6])
-    grad_lse = tensors[6]
-    delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
-    if grad_lse is not None:
-        delta = delta - fold(grad_lse, score_tiles.groups)
-    empty = torch.isneginf(lse)
-    delta = delta.masked_fill(empty, 0.0)
-    lse = lse.masked_fill(empty, float("inf"))  # makes P = exp(S - L) zero in such rows
-    for keys in tiles(v.shape[1], key_tile):
-        if score_tiles.hides(*keys):
-            continue
-        for queries in score_tiles.band.query_tiles(*keys, query_tile):
+        dbias = q.new_zeros(bias.shape) if of_bias and bias is not None else None
+        for queries in tiles(score_tiles.n_queries, query_tile):
             rows = score_tiles.rows(*queries)
-            scores, slope = score_tiles.scores(queries, keys)
-            p = torch.exp(scores - lse[:, rows, None])
-            dp = torch.bmm(do[:, rows], v[:, slice(*keys)].transpose(1, 2))
-            yield queries, keys, p, p * (dp - delta[:, rows, None]), slope
+            for keys in score_tiles.key_tiles(*queries, key_tile):
+                columns = slice(*keys)
+                scores, slope = score_tiles.scores(queries, keys)
+                p = torch.exp(scores - lse[:, rows, None])
+                dp = torch.bmm(do[:, rows], v[:, columns].transpose(1, 2))
+                ds = p * (dp - delta[:, rows, None])
+                dv[:, columns] += torch.bmm(p.transpose(1, 2), do[:, rows])
+                if dbias is not None:
+                    target = bias_of_tile(dbias, queries, keys)
+                    target += score_tiles.unfold_tile(ds, queries).sum_to_size(target.shape)
+                if slope is not None:
+                    ds = ds * slope
+                dq[:, rows] += torch.bmm(ds, k[:, columns])
+                dk[:, columns] += torch.bmm(ds.transpose(1, 2), q[:, rows])
+        dq *= problem.scale  # q was scaled in advance, which serves S and dK; dQ needs its own
+        gradients = [unfold(x, y.shape, groups) for x, y in zip((dq, dk, dv), inputs, strict=True)]
+        if dbias is not None and bias is not None:
+            gradients.append(dbias)
+            inputs.append(bias)
+        return tuple(x.to(y.dtype) for x, y in zip(gradients, inputs, strict=True))
+
+
+def sinks_gradient(
+    sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor | None
+) -> Tensor:
+    """The gradient of sinks: -Σ exp(s - L) · (rowsum(O ∘ dO) - dL) over the rows of each head.
+
+    Args:
+        sinks: (H,).
+        out: (B, H, N, E), with the sinks; ``grad_out`` is its gradient.
+        lse: (B, H, N), with the sinks; ``grad_lse`` is its gradient, or None for zero.
+    """
+    delta = (accumulated(out) * accumulated(grad_out)).sum(-1)
+    if grad_lse is not None:
+        delta = delta - grad_lse
+    empty = lse == float("-inf")  # of which no gradient is needed, whatever is given
+    share = torch.exp(accumulated(sinks)[:, None] - lse).masked_fill(empty, 0.0)
+    return -(share * delta.masked_fill(empty, 0.0)).sum((0, 2)).to(sinks.dtype)
 
 
 def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
@@ -176,7 +165,6 @@ class Band:
     window; ``prefix`` is the shortest and the longest one, which decide what tiles there are.
     """
 
-    n_queries: int
     n_keys: int
     low: int
     high: int
@@ -197,19 +185,15 @@ class Band:
         low = -n_queries if left is None else diagonal - left
         high = n_keys if right is None else diagonal + right
         prefix = (min(*lengths, n_keys), min(max(lengths), n_keys))
-        return cls(n_queries, n_keys, low, high, prefix)
+        return cls(n_keys, low, high, prefix)
 
     def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Key ranges of which some key is visible to some of the given queries."""
-        first = max(0, query_start + self.low)
-        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
-        for start in range(first, last, size):
-            yield start, min(start + size, last)
+        """Key ranges of which some key is visible to some of the given queries.
 
-    def query_tiles(self, key_start: int, key_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Query ranges of which some query sees some of the given keys."""
-        first = 0 if key_start < self.prefix[1] else max(0, key_start - self.high)
-        last = min(self.n_queries, key_end - self.low)
+        They start at multiples of ``size``.
+        """
+        first = max(0, query_start + self.low) // size * size
+        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
         for start in range(first, last, size):
             yield start, min(start + size, last)
 
@@ -268,10 +252,11 @@ class ScoreTiles:
         with torch.autocast(query.device.type, enabled=False):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
-    def hides(self, start: int, end: int) -> bool:
-        """Whether the mask hides keys ``start`` to ``end`` from everyone."""
-        hidden = self._hidden_keys
-        return hidden is not None and bool(hidden[start:end].all())
+    def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
+        """The band's, without those whose keys the mask hides from everyone."""
+        for keys in self.band.key_tiles(query_start, query_end, size):
+            if self._hidden_keys is None or not self._hidden_keys[slice(*keys)].all():
+                yield keys
 
     def rows(self, start: int, end: int) -> slice:
         """Where queries ``start`` to ``end`` are in folded tensors."""

@@ -89,10 +89,12 @@ class TileView:
         """
         shape, strides, block = list(self.shape), list(self.strides), list(self.block)
         if self.layout is None:
-            return unchecked_descriptor()(base, shape, strides, block)
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+            from triton.tools.tensor_descriptor import TensorDescriptor
 
-        return TensorDescriptor(base, shape, strides, block, self.layout)
+            return TensorDescriptor(base, shape, strides, block)
+        from triton.experimental.gluon.nvidia import hopper
+
+        return hopper.TensorDescriptor(base, shape, strides, block, self.layout)
 
 
 # What a kernel takes in place of a tensor: tiles, a pointer to elements of a dtype, or nothing.
@@ -111,23 +113,6 @@ class Pointer:
     def data_ptr(self) -> int:
         """The address, in bytes."""
         return self.address
-
-
-@functools.cache
-def unchecked_descriptor() -> Any:
-    """Triton's type of tensor descriptors, without its checks.
-
-    They take the host longer than the encoding of a descriptor. Callers check what they describe.
-    """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    class Descriptor(TensorDescriptor):
-        """A descriptor of a tensor that the TMA can read."""
-
-        def __post_init__(self) -> None:
-            """Checks nothing."""
-
-    return Descriptor
 
 
 def fast_launcher(

@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from flashattn_triton.configs import Tiles, Tiling, tiling_for
+from flashattn_triton.configs import KERNELS, Tiles, Tiling, tiling_for
 from flashattn_triton.dispatch import describe_gpu
 from flashattn_triton.portable.backward import BackwardCall
 from flashattn_triton.portable.forward import ForwardCall
@@ -38,7 +38,6 @@ from flashattn_triton.problem import new_problem
 from flashattn_triton.reference import attention_reference
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-ROLES = ("forward", "key_pass", "query_pass", "fused")
 # Half precision errs by 2^-9 of values that are order 1 and summed; a wrong shape errs by order 1.
 AGREEMENT = 0.05
 # Longer than any tile, and a multiple of none.
@@ -161,14 +160,14 @@ def tune(problem: Problem, jobs: int) -> tuple[Tiling, list[dict[str, Any]]]:
     """The best shape of each kernel, and every row that was measured."""
     gpu = describe_gpu(torch.cuda.current_device())
     start = tiling_for(gpu.shared_memory, problem.head_dim, DTYPES[problem.dtype])
-    tried = {role: variants(role, start, problem) for role in ROLES}
+    tried = {role: variants(role, start, problem) for role in KERNELS}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         pending = [pool.submit(compile_only, problem, t) for ts in tried.values() for t in ts]
         for future in pending:
             future.result()
     best, rows, fastest = start, [], {}
-    for role in ROLES:
+    for role in KERNELS:
         measured = [measure(problem, tiling, role) for tiling in tried[role]]
         rows += measured
         timed = [row for row in measured if row["ms"] is not None]

@@ -197,18 +197,12 @@ def sum_of_own(group: dist.ProcessGroup, order: Zigzag, x: Tensor) -> UnderWay[T
 
 
 @functools.lru_cache(maxsize=16)
-def own_rows(order: Zigzag, rank: int, device: torch.device) -> Tensor:
-    """For each token of a rank, its row in the packed sequences."""
-    return _rows(order, rank).to(device)
-
-
-@functools.lru_cache(maxsize=16)
 def gathered_rows(order: Zigzag, device: torch.device) -> Tensor:
     """For each token of the packed sequences, its row among those gathered from all ranks."""
     found = torch.empty(order.starts[-1], dtype=torch.int64)
     for rank in range(order.world_size):
         first = rank * order.longest
-        found[_rows(order, rank)] = torch.arange(first, first + order.length(rank))
+        found[own_rows(order, rank)] = torch.arange(first, first + order.length(rank))
     return found.to(device)
 
 
@@ -220,13 +214,15 @@ def scattered_rows(order: Zigzag, device: torch.device) -> Tensor:
     """
     found = torch.zeros(order.world_size, order.longest, dtype=torch.int64)
     for rank in range(order.world_size):
-        found[rank, : order.length(rank)] = _rows(order, rank)
+        found[rank, : order.length(rank)] = own_rows(order, rank)
     return found.flatten().to(device)
 
 
-def _rows(order: Zigzag, rank: int) -> Tensor:
+@functools.lru_cache(maxsize=64)
+def own_rows(order: Zigzag, rank: int, device: torch.device | str = "cpu") -> Tensor:
+    """For each token of a rank, its row in the packed sequences."""
     spans = torch.tensor(order.spans(rank))
     lengths = spans[:, 1] - spans[:, 0]
     ends = lengths.cumsum(0)
     shifts = torch.repeat_interleave(spans[:, 0] - ends + lengths, lengths)
-    return torch.arange(int(ends[-1])) + shifts
+    return (torch.arange(int(ends[-1])) + shifts).to(device)

@@ -24,9 +24,9 @@ from flashattn_triton.context_parallel.communication import agree
 from flashattn_triton.context_parallel.schedules import Results, Setting, choose
 from flashattn_triton.context_parallel.tokens import check_own_tokens, order_of, starts_of, zigzag
 from flashattn_triton.context_parallel.zigzag import Zigzag
-from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.op import NUMBERS
 from flashattn_triton.problem import Problem, heads_first
+from flashattn_triton.tiled import sinks_gradient
 
 # Forward and backward.
 _WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

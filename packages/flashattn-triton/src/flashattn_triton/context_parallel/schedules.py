@@ -33,10 +33,14 @@ from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
-from flashattn_triton.context_parallel.peer_memory import memory_for
-from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Messages, Transfers
+from flashattn_triton.context_parallel.transfers import (
+    SLOTS,
+    Copies,
+    Transfers,
+    memory_for,
+)
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
-from flashattn_triton.part_backward import flash_attention_backward
+from flashattn_triton.parts import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem
 
 Way = Literal["auto", "ring", "all-gather"]
@@ -178,7 +182,7 @@ def _transfers(setting: Setting, key: Tensor, value: Tensor, slots: int) -> Tran
                 'communication="peer-copy" must have GPUs that can read each other\'s memory, but '
                 f'{memory}. Pass "auto" or "messages".'
             )
-    return Messages(setting.group, own)
+    return Transfers(setting.group, own)
 
 
 def _parts(

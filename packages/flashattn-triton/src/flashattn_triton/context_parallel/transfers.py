@@ -8,14 +8,18 @@ each other's memory instead: copy engines do that beside any kernel.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import socket
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashattn_triton.context_parallel.communication import UnderWay, on_wire
-from flashattn_triton.context_parallel.peer_memory import PeerMemory
+from flashattn_triton.context_parallel.communication import UnderWay, lost_ranks_named, on_wire
 
 #: Gradients that can be waiting for the rank that copies them: while one step's are copied, the
 #: next one's are summed.
@@ -25,7 +29,7 @@ _Moving = UnderWay[Sequence[Tensor]]
 
 
 class Transfers:
-    """One pass over the ring. All ranks make the same calls.
+    """One pass over the ring, by messages. All ranks make the same calls.
 
     ``own``: keys and values of this rank.
     """
@@ -67,13 +71,6 @@ class Transfers:
 
         Keys and values go ahead; gradients go back, which is a negative number.
         """
-        raise NotImplementedError
-
-
-class Messages(Transfers):
-    """Sends and receives."""
-
-    def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
         target, source = ((self._rank + step) % self._size for step in (ahead, -ahead))
         sent = [on_wire(self._group, x) for x in sent]
         arriving = [on_wire(self._group, x) for x in received]
@@ -137,14 +134,11 @@ class Copies(Transfers):
             self._memory.meet(self._group)
             what, sources = "gradients", self._views(rank, rows, -ahead)
 
-        def start() -> Sequence[torch.cuda.Event]:
-            with self._memory.beside():
-                for target, source in zip(received, sources, strict=True):
-                    target.copy_(source)
-            return [self._memory.mark()]
-
         what = f"the copy of {what} of rank {rank}"
-        return UnderWay(self._group, what, start, lambda: received, sources)
+        return UnderWay(
+            self._group, what, lambda: [self._memory.copy(received, sources)], lambda: received,
+            sources,
+        )  # fmt: skip
 
     def _views(self, rank: int, rows: int, step: int | None = None) -> list[Tensor]:
         """Keys and values in the memory of ``rank``, or the gradients of a step for its reader."""
@@ -159,3 +153,153 @@ class Copies(Transfers):
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# -- memory of each rank's GPU that all ranks of a group can read, where they share a host ---------
+
+# They go with their groups.
+_memories: weakref.WeakKeyDictionary[dist.ProcessGroup, PeerMemory] = weakref.WeakKeyDictionary()
+# Of recorded CUDA graphs, which hold addresses.
+_recorded: list[object] = []
+_GROWTH = 1.25
+_NOT_BEFORE = "no such call was made before the CUDA graph"
+
+
+class PeerMemory:
+    """Memory of a group's ranks, made once and grown. Collective to build and to grow.
+
+    Attributes:
+        obstacle: what keeps the ranks from reading each other's memory, in words, the same on all
+            ranks; None if nothing does.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self.obstacle = _obstacle(group, device)
+        self._mapped: list[Tensor] = []
+        self._handle: Any = None  # keeps the mapping
+        self._token = torch.zeros(1, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """On each rank, in bytes."""
+        return len(self._mapped[0]) if self._mapped else 0
+
+    def view(self, rank: int, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor in the memory of a rank, from byte ``at`` on."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._mapped[rank][at : at + nbytes].view(dtype).view(shape)
+
+    def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queues copies behind the work of the current stream, and beside what comes there next.
+
+        The event's ``wait`` makes the current stream wait for them.
+        """
+        # A range in a profiler's trace, because copies by themselves do not say what for. It costs
+        # microseconds without a profiler too.
+        traced: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if torch._C._autograd._profiler_enabled():
+            traced = torch.profiler.record_function("flashattn_triton::exchange")
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), traced:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def meet(self, group: dist.ProcessGroup) -> None:
+        """The current stream waits until those of all ranks have come here."""
+        with lost_ranks_named(group, "the meeting of ranks before copies"):
+            dist.all_reduce(self._token, group=group)
+
+    def grow(self, group: dist.ProcessGroup, nbytes: int) -> None:
+        """To at least so many bytes, or sets ``obstacle`` on every rank if one cannot have them."""
+        nbytes = max(nbytes, int(_GROWTH * self.nbytes))
+        torch.cuda.synchronize(self.device)
+        self._all_have(group, "")  # no rank is reading any more
+        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed import _symmetric_memory
+
+        self._mapped, self._handle, problem = [], None, ""
+        if torch.cuda.mem_get_info(self.device)[0] < 2 * nbytes:
+            torch.cuda.empty_cache()  # freed blocks that torch keeps, which the driver cannot use
+        memory = None
+        try:
+            # Not ``_symmetric_memory.empty``, whose memory may come from a pool, at an offset.
+            memory = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, self.device)
+        except RuntimeError as error:
+            problem = str(error).partition("\n")[0]
+        self._all_have(group, problem)
+        if self.obstacle is not None or memory is None:
+            return
+        try:
+            self._handle = handle = _symmetric_memory.rendezvous(memory, group)
+            self._mapped = [
+                memory if rank == group.rank() else handle.get_buffer(rank, (nbytes,), torch.uint8)
+                for rank in range(group.size())
+            ]
+        except RuntimeError as error:  # a container may forbid what processes share memory by
+            problem = str(error).partition("\n")[0]
+        self._all_have(group, problem)
+
+    def _all_have(self, group: dist.ProcessGroup, problem: str) -> None:
+        problems: list[Any] = [None] * group.size()
+        dist.all_gather_object(problems, problem, group=group)
+        found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        if found:
+            self.obstacle = "; ".join(found)
+
+
+def memory_for(group: dist.ProcessGroup, device: torch.device, nbytes: int = 0) -> PeerMemory | str:
+    """So much memory on every rank, or why there is none, in words. Collective.
+
+    While a CUDA graph is recorded there is what was made before.
+    """
+    found = _memories.get(group)
+    is_recording = torch.cuda.is_current_stream_capturing()
+    if found is None:
+        if is_recording:
+            return _NOT_BEFORE
+        found = _memories[group] = PeerMemory(group, device)
+    if found.obstacle is None and found.nbytes < nbytes and not is_recording:
+        found.grow(group, nbytes)
+    if found.obstacle is not None:
+        return found.obstacle
+    if found.nbytes < nbytes:
+        return _NOT_BEFORE
+    if is_recording:
+        _recorded.append((found._mapped, found._handle))
+    return found
+
+
+def in_words(group: dist.ProcessGroup, device: torch.device) -> str:
+    """How a ring communicates that may choose. Communicates nothing."""
+    found = _memories.get(group)
+    if device.type != "cuda":
+        return "by messages, which are for all devices"
+    if found is None:
+        return "by copies between GPUs, if the first call finds that possible"
+    return f"by messages: {found.obstacle}" if found.obstacle else "by copies between GPUs"
+
+
+def _obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What keeps the ranks from reading each other's memory, in words. Collective."""
+    indices = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    reached = [index for index in indices if torch.cuda.can_device_access_peer(device, index)]
+    own = (socket.gethostname(), _uuid(device.index), [_uuid(index) for index in reached])
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, own, group=group)
+    if len({host for host, _, _ in everyone}) > 1:
+        return "the ranks are on several hosts"
+    gpus = [gpu for _, gpu, _ in everyone]
+    if len(set(gpus)) < len(gpus):
+        return "ranks share a GPU"
+    for rank, (_, gpu, reachable) in enumerate(everyone):
+        if set(gpus) - {gpu} - set(reachable):
+            return f"rank {rank} cannot read the memory of all other ranks' GPUs"
+    return None
+
+
+def _uuid(index: int | None) -> str:
+    return str(torch.cuda.get_device_properties(index or 0).uuid)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, CausalArgument, broadcasts
+from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, broadcasts
 
 
 @dataclass
@@ -172,10 +172,6 @@ class _Call:
                 return f"head_dim above {limit}"
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
-        return self._obstacle_in_mask()
-
-    def _obstacle_in_mask(self) -> str | None:
-        """Why ``attn_mask`` is not a bias; ``None`` if it is one, or is not given."""
         mask = self.attn_mask
         if mask is None:
             return None
@@ -191,16 +187,10 @@ class _Call:
         return "attn_mask on another device" if mask.device != self.query.device else None
 
     def run(self) -> Tensor:
-        # (B, N, D): the batch takes the place of the heads
-        query, key, value = (
-            x[None] if x.dim() == 3 else x for x in (self.query, self.key, self.value)
-        )
-        causal: CausalArgument = "top-left" if self.is_causal else False
-        given = self.attn_mask
-        mask, bias = (
-            (given, None) if given is not None and given.dtype == torch.bool else (None, given)
-        )
-        out = flash_attention(
-            query, key, value, causal=causal, scale=self.scale, mask=mask, bias=bias, layout="bhsd"
-        )
-        return out[0] if self.query.dim() == 3 else out
+        mask = self.attn_mask
+        is_bool = mask is not None and mask.dtype == torch.bool
+        return flash_attention(  # of (B, N, D), the batch is in the place of the heads
+            self.query, self.key, self.value, causal="top-left" if self.is_causal else False,
+            scale=self.scale, mask=mask if is_bool else None, bias=None if is_bool else mask,
+            layout="bhsd",
+        )  # fmt: skip

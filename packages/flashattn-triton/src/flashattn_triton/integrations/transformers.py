@@ -238,13 +238,11 @@ def attention_forward(
         return _attend_over_ranks(tensors, context_parallel, cu_seq_lens_q, options), None
     traced = torch.compiler.is_compiling() and attention_mask is not None
     documents = attention_mask if traced and attention_mask.dtype == torch.int64 else None  # type: ignore[union-attr]
-    packed = cu_seq_lens_q is not None or (
-        attention_mask is not None
-        and position_bias is not None
-        and attention_mask.dtype != torch.bool
-        and (documents is not None or int(attention_mask.max()) > 1)
-    )
-    if packed and position_bias is not None:
+    if position_bias is not None and (
+        cu_seq_lens_q is not None
+        or documents is not None
+        or (attention_mask is not None and _has_several_sequences(attention_mask))
+    ):
         raise ValueError(
             f"position_bias must be None for packed sequences with {NAME}, but got one. Pad the "
             f"sequences instead, or choose another attn_implementation."
@@ -309,7 +307,7 @@ def _attend_masked(
     tensors: Sequence[Tensor], mask: Tensor, bias: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
     """Attention with a mask of keys."""
-    if bias is None and mask.dtype != torch.bool and int(mask.max()) > 1:
+    if bias is None and _has_several_sequences(mask):
         raise ValueError(
             "attention_mask must leave each sequence in one piece where a sliding window "
             "counts positions of packed sequences, but got one with holes. Choose another "
@@ -332,11 +330,11 @@ def _attend_unpadded(tensors: Sequence[Tensor], mask: Tensor, options: dict[str,
         query_mask = mask[:, -n_queries:]
     else:
         query_mask = mask.new_ones(batch, n_queries)
-    # One sequence in each row, of which the queries are a part.
+    # One sequence in each row, of which the queries are a part, or several.
     q, query_tokens, starts_q, longest_q, _ = unpad_input(query, query_mask > 0)
     k, key_tokens, starts_k, longest_k, _ = unpad_input(key, mask > 0)
     v = value.flatten(0, 1).index_select(0, key_tokens)
-    if n_queries == mask.shape[1] and int(mask.max()) > 1:  # or several
+    if n_queries == mask.shape[1] and _has_several_sequences(mask):
         rows = torch.arange(batch, device=mask.device)[:, None]
         numbers = (rows * (mask.max() + 1) + mask).flatten()[key_tokens]
         lengths = torch.unique_consecutive(numbers, return_counts=True)[1]
@@ -345,6 +343,10 @@ def _attend_unpadded(tensors: Sequence[Tensor], mask: Tensor, options: dict[str,
     packed = flash_attention_varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, **options)
     assert isinstance(packed, Tensor)
     return pad_input(packed, query_tokens, batch, n_queries)
+
+
+def _has_several_sequences(mask: Tensor) -> bool:
+    return mask.dtype != torch.bool and int(mask.max()) > 1
 
 
 def _in_one_piece(mask: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import BackwardTensors, given_addresses, padded
 from flashattn_triton.mask_and_bias import MaskAndBias
-from flashattn_triton.portable.launch import BiasPassOptions, KernelInputs
+from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.primitives import (
     added_of,
@@ -183,7 +183,7 @@ def bias_pass_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.launch.BiasPassOptions
+    OPTIONS: tl.constexpr,  # portable.launch.KernelOptions
 ):
     """One tile of the gradient. Grid: query tiles · key tiles · heads · batch, those of the bias.
 
@@ -304,23 +304,11 @@ class BiasCall:
         if use_tma:
             tiles = replace(tiles, queries=min(tiles.queries, 64), warps=min(tiles.warps, 4))
         own_batch, own_heads, own_queries, own_keys = bias.shape
-        options = inputs.options(
-            BiasPassOptions,
-            bias_pass_kernel,
-            tiles,
-            columns=min(
-                _BYTES_OF_COLUMNS // dtype.itemsize,
-                *(padded(x.shape[3], dtype) for x in (query, value)),
-            ),
-            shared_by_queries=own_queries < n_queries,
-            shared_by_keys=own_keys < n_keys,
-        )
         rows = 1 if own_queries < n_queries else -(-n_queries // tiles.queries)
         columns = 1 if own_keys < n_keys else -(-n_keys // tiles.keys)
         self.launch = inputs.launch(
             bias_pass_kernel,
             tiles,
-            options,
             {"statistics_ptr": torch.float32, "dB_ptr": bias.dtype},
             {
                 "OWN_HEADS": own_heads,
@@ -329,6 +317,12 @@ class BiasCall:
             },
             programs=rows * columns * own_heads * own_batch,
             walked=("Q_ptr", "K_ptr", "V_ptr", "dO_ptr"),
+            columns=min(
+                _BYTES_OF_COLUMNS // dtype.itemsize,
+                *(padded(x.shape[3], dtype) for x in (query, value)),
+            ),
+            shared_by_queries=own_queries < n_queries,
+            shared_by_keys=own_keys < n_keys,
         )
         self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
         self.statistics = (batch * heads, 2, inputs.n_padded)

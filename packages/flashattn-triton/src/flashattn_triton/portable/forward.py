@@ -36,7 +36,7 @@ from flashattn_triton.launch import (
     tile_view,
 )
 from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
-from flashattn_triton.portable.launch import ForwardOptions, KernelInputs
+from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
     LN_2,
@@ -170,7 +170,7 @@ def flash_forward_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.launch.ForwardOptions
+    OPTIONS: tl.constexpr,  # portable.launch.KernelOptions
 ):
     """One query tile of one head. ``is_causal``: no key after diagonal + window_right is visible.
 
@@ -284,15 +284,6 @@ class ForwardCall:
         bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
         use_tma = tiles.use_tma and inputs.readable_by_tma
         bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-        options = inputs.options(
-            ForwardOptions,
-            flash_forward_kernel,
-            tiles,
-            bias_tma=bias_tma,
-            has_sinks=mask_and_bias.sinks is not None,
-            negative_scale=problem.scale < 0,
-            largest_only=problem.largest_only,
-        )
         parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
         if bias is not None and bias_tma:
             strides = [stride or 0 for stride in mask_and_bias.bias_strides]
@@ -301,7 +292,14 @@ class ForwardCall:
             block = [1, 1, tiles.queries, tiles.keys]
             parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
         self.launch = inputs.launch(
-            flash_forward_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr")
+            flash_forward_kernel,
+            tiles,
+            parameters,
+            walked=("K_ptr", "V_ptr"),
+            bias_tma=bias_tma,
+            has_sinks=mask_and_bias.sinks is not None,
+            negative_scale=problem.scale < 0,
+            largest_only=problem.largest_only,
         )
         none: Layout = ((0,), (1,), out.dtype)
         self.out = none if problem.largest_only else in_layout(out, problem.layout)

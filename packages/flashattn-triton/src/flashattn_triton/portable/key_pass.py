@@ -7,13 +7,15 @@ The formulas and both forms are in :mod:`flashattn_triton.portable.backward`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
 from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch, tile_view, tiles_of_head
-from flashattn_triton.portable.launch import KernelInputs, KeyPassOptions
+from flashattn_triton.launch import Launch, padded, tile_view, tiles_of_head
+from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     added_of,
     dot,
@@ -177,7 +179,7 @@ def key_pass_kernel(
     Q_TILE_SIZE: tl.constexpr,
     K_TILE_SIZE: tl.constexpr,
     is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,  # portable.launch.KeyPassOptions
+    OPTIONS: tl.constexpr,  # portable.launch.KernelOptions
 ):
     """dK and dV of one key tile of one key head. Grid: tiles · B · G.
 
@@ -292,26 +294,20 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
     # does not wait for a load through pointers until it needs the values.
     use_tma = tiles.use_tma and inputs.readable_by_tma
     statistics_by_tma = use_tma and tiles.stages > 1
-    batch, heads, n_queries, _ = inputs.query.shape
+    batch, heads, n_queries, head_dim = inputs.query.shape
     if statistics_by_tma:
         rows = [2 * batch * heads, inputs.n_padded]
         parameters["statistics_ptr"] = tile_view(rows, [rows[1], 1], [1, tiles.queries], fp32)
-    options = inputs.options(
-        KeyPassOptions,
-        key_pass_kernel,
-        tiles,
-        dq_mode=dq_mode.value,
-        statistics_by_tma=statistics_by_tma,
-    )
-    dq = inputs.results["dq"]
     if dq_mode is TMA_REDUCE:
-        width = options.d_padded
+        width = padded(head_dim, inputs.query.dtype)
         rows = [batch * heads * n_queries, width]
         parameters["dQ_ptr"] = tile_view(rows, [width, 1], [tiles.queries, width], fp32)
-        dq = tuple(stride // width for stride in dq)  # a descriptor counts rows, not elements
+        # A descriptor counts rows, not elements.
+        dq = tuple(stride // width for stride in inputs.results["dq"])
+        inputs = replace(inputs, results={**inputs.results, "dq": dq})
     kv_heads = inputs.key.shape[1]
     programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
     return inputs.launch(
-        key_pass_kernel, tiles, options, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
-        dq=dq,
+        key_pass_kernel, tiles, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
+        dq_mode=dq_mode.value, statistics_by_tma=statistics_by_tma,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +41,7 @@ from flashattn_triton.triton_versions import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """What every kernel and its functions are specialised on, besides D, tiles and ``is_causal``.
+    """What kernels and their functions are specialised on, besides D, tiles and ``is_causal``.
 
     e: head_dim of value.
     d_padded: and ``e_padded``: the powers of two at which D and E are computed.
@@ -55,6 +55,12 @@ class KernelOptions:
     interpreted: Triton's interpreter runs the kernel.
     use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
     adds: gradients are added to what is in memory, in fp32.
+    largest_only: the forward kernel computes each query's largest score alone.
+    dq_mode: how the key pass adds its part of dQ. statistics_by_tma: it loads them from a
+        descriptor.
+    columns: of operands that the bias pass multiplies at a time.
+    shared_by_queries: the bias has one row for all queries. shared_by_keys: one column for all
+        keys.
     """
 
     e: int
@@ -72,45 +78,16 @@ class KernelOptions:
     precision: str
     interpreted: bool
     use_tma: bool
+    adds: bool
     bias_tma: bool = False
-    adds: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardOptions(KernelOptions):
-    """Of the forward kernel. largest_only: it computes each query's largest score alone."""
-
-    has_sinks: bool
-    largest_only: bool
-    negative_scale: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyPassOptions(KernelOptions):
-    """Of the key pass; see ``key_pass``.
-
-    dq_mode: how it adds its part of dQ. statistics_by_tma: from a descriptor.
-    """
-
-    dq_mode: int
-    statistics_by_tma: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class BiasPassOptions(KernelOptions):
-    """Of the bias pass.
-
-    columns: of operands that are multiplied at a time.
-    shared_by_queries: the bias has one row for all queries.
-    shared_by_keys: the bias has one column for all keys.
-    """
-
-    columns: int
-    shared_by_queries: bool
-    shared_by_keys: bool
-
-
-_Options = TypeVar("_Options", bound=KernelOptions)
+    has_sinks: bool = False
+    largest_only: bool = False
+    negative_scale: bool = False
+    dq_mode: int = 0
+    statistics_by_tma: bool = False
+    columns: int = 0
+    shared_by_queries: bool = False
+    shared_by_keys: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,18 +135,17 @@ class KernelInputs:
             read += [self.query, self.grad_out]
         return self.packing is None and all(map(can_use_tma, read))
 
-    def options(self, kind: type[_Options], kernel: Any, tiles: Tiles, **others: Any) -> _Options:
-        """The compile-time options of ``kernel``, of class ``kind``.
+    def _options(self, kernel: Any, tiles: Tiles, **others: Any) -> KernelOptions:
+        """The compile-time options of ``kernel``; ``others`` are those of this kernel alone.
 
-        ``tiles.use_tma`` counts only where the TMA can read the tensors. ``others``: what only
-        ``kind`` has, and options that are not as most launches have them.
+        ``tiles.use_tma`` counts only where the TMA can read the tensors.
         """
         left, right = self.problem.band
         given, dtype = self.mask_and_bias, self.query.dtype
         has_prefix = given.prefix_lengths is not None
         one_sided = right is not None and right <= 0 and not has_prefix
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
-        return kind(
+        return KernelOptions(
             e=value_dim,
             d_padded=padded(head_dim, dtype),
             e_padded=padded(value_dim, dtype),
@@ -208,30 +184,29 @@ class KernelInputs:
         self,
         kernel: Any,
         tiles: Tiles,
-        options: KernelOptions,
         parameters: Mapping[str, Parameter],
         numbers: Mapping[str, Number] | None = None,
         programs: int | None = None,
         *,
         walked: Collection[str],
-        **strides: Strides,
+        **options: Any,
     ) -> Launch:
-        """The launch of ``kernel`` with this shape and these compile-time options.
+        """The launch of ``kernel`` with this shape and these compile-time options of its own.
 
         ``parameters``: its tensors besides inputs, ``grad_out`` and most of those of ``packing``
         and ``mask_and_bias``. ``numbers``: its arguments that no other kernel has. ``programs``:
         the grid; None if each program owns a tile of one head's queries. ``walked``: inputs that
-        the TMA loads if ``options.use_tma``. ``strides`` take the place of ``results`` of the same
-        names.
+        the TMA loads if it can.
         """
+        known_options = self._options(kernel, tiles, **options)
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
         registers = None
         if programs is None:
             programs = tiles_of_head(self.query.shape, tiles.queries, self.packing) * heads
             if self.mask_and_bias.alibi_slopes is not None:
-                width = max(head_dim, options.e)
+                width = max(head_dim, self.value.shape[3])
                 registers = register_limit_of_alibi(tiles, self.query.dtype, width)
-        outer = {name: stride[:3] for name, stride in {**self.strides, **strides}.items()}
+        outer = {name: stride[:3] for name, stride in self.strides.items()}
         if self.packing is not None:  # sequences start where it says
             outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
         names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
@@ -248,7 +223,7 @@ class KernelInputs:
             **option_numbers(self.problem),
             **(numbers or {}),
         }
-        given = self._operands(tiles, walked if options.use_tma else ())
+        given = self._operands(tiles, walked if known_options.use_tma else ())
         given |= given_parameters(self.packing, self.mask_and_bias)
         return Launch(
             kernel,
@@ -261,7 +236,7 @@ class KernelInputs:
                 "Q_TILE_SIZE": tiles.queries,
                 "K_TILE_SIZE": tiles.keys,
                 "is_causal": self.problem.band[1] is not None,
-                "OPTIONS": options,
+                "OPTIONS": known_options,
             },
             warps=tiles.warps,
             stages=tiles.stages,

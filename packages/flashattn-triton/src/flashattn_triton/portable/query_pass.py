@@ -13,7 +13,7 @@ import triton.language as tl
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import Launch
-from flashattn_triton.portable.launch import KernelInputs, KernelOptions
+from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     added_of,
     dot,
@@ -196,9 +196,8 @@ def query_pass_kernel(
 
 def query_pass_launch(inputs: KernelInputs, tiles: Tiles) -> Launch:
     """The launch of the kernel on one kind of input."""
-    options = inputs.options(KernelOptions, query_pass_kernel, tiles)
     parameters: dict[str, Parameter] = {
         "dQ_ptr": inputs.gradient_dtype,
         "statistics_ptr": torch.float32,
     }
-    return inputs.launch(query_pass_kernel, tiles, options, parameters, walked=("K_ptr", "V_ptr"))
+    return inputs.launch(query_pass_kernel, tiles, parameters, walked=("K_ptr", "V_ptr"))

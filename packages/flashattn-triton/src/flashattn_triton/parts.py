@@ -1,8 +1,9 @@
-"""The backward pass of attention to one part of the keys, from the output that joins all parts.
+"""Attention to parts of the keys: joining outputs, and the backward pass of one part.
 
-A ring, or a cache in pieces, attends to parts of the keys one after another and joins outputs and
-logsumexps (:func:`flashattn_triton.merge`). With the joined logsumexp L and output O, each part's
-gradients are sums over its keys alone:
+A ring, or a cache in pieces, attends to parts of the keys one after another. The output of a part
+with the logsumexp L_p has the weight exp(L_p - L) in the output for all keys (:func:`merge`), where
+L is the logsumexp of all L_p. With the joined logsumexp L and output O, each part's gradients are
+sums over its keys alone (:func:`flash_attention_backward`):
 
     P = exp(S - L),   dS = P ∘ (dO Vᵀ - rowsum(O ∘ dO) + dL)
     dQ += scale · dS K,   dK += scale · dSᵀ Q,   dV += Pᵀ dO
@@ -20,17 +21,91 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.inputs import as_length, check_inputs, check_tensors, given_starts
-from flashattn_triton.logsumexp import sinks_gradient
 from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
-from flashattn_triton.op import add_gradients
+from flashattn_triton.op import ONLY_INPUTS, call_for
 from flashattn_triton.problem import (
     Layout,
     OptionKeywords,
     Problem,
+    accumulated,
+    check_layout,
     heads_first,
     new_problem,
     seen_keys,
 )
+from flashattn_triton.tiled import sinks_gradient
+
+
+def merge(
+    outputs: Sequence[Tensor], logsumexps: Sequence[Tensor], *, layout: Layout = "bhsd"
+) -> tuple[Tensor, Tensor]:
+    """Attention to all keys, from attention of the same queries to disjoint sets of keys.
+
+    A query that no set shows a key has output 0 and logsumexp -inf. Differentiable in all
+    inputs; computed in fp32, or in fp64 if a tensor is.
+
+    Args:
+        outputs: one for each set of keys, of equal shape, dtype and device: (..., H, N, E) for
+            layout "bhsd", (..., N, H, E) for "bshd", which packed sequences are too.
+        logsumexps: (..., H, N), as ``flash_attention`` returns them with ``return_lse=True``.
+        layout: of the outputs.
+
+    Returns:
+        The output, in the dtype and layout of ``outputs``, and its logsumexp.
+
+    Raises:
+        ValueError: the sequences are empty, or not equally long, or their tensors do not fit.
+        TypeError: not all are tensors.
+    """
+    check_layout(layout)
+    for name, parts in (("outputs", outputs), ("logsumexps", logsumexps)):
+        if not isinstance(parts, list | tuple):
+            raise TypeError(
+                f"{name} must be a list or tuple of tensors, one for each set of keys, but got "
+                f"{type(parts).__name__}. Pass list({name})."
+            )
+    if not outputs or len(outputs) != len(logsumexps):
+        raise ValueError(
+            f"outputs and logsumexps must have equally many tensors, at least one each, but got "
+            f"{len(outputs)} outputs and {len(logsumexps)} logsumexps. Pass one of each per set of "
+            f"keys."
+        )
+    for i, (out, lse) in enumerate(zip(outputs, logsumexps, strict=True)):
+        check_tensors(**{f"outputs[{i}]": out, f"logsumexps[{i}]": lse})
+        if out.dim() < 3 or not out.is_floating_point():
+            raise ValueError(
+                f"outputs[{i}] must be a floating tensor of at least 3 dimensions, but got "
+                f"{out.dtype} of shape {tuple(out.shape)}. Pass what flash_attention returns."
+            )
+        first = outputs[0]
+        if (out.shape, out.dtype, out.device) != (first.shape, first.dtype, first.device):
+            raise ValueError(
+                f"outputs[{i}] must be like outputs[0], {first.dtype} of shape "
+                f"{tuple(first.shape)} on {first.device}, but got {out.dtype} of shape "
+                f"{tuple(out.shape)} on {out.device}. All parts have the same queries."
+            )
+        rows = (out if layout == "bhsd" else out.transpose(-3, -2)).shape[:-1]
+        if lse.shape != rows or lse.device != out.device or not lse.is_floating_point():
+            raise ValueError(
+                f"logsumexps[{i}] must be a floating tensor of shape {tuple(rows)} on "
+                f"{out.device}, but got {lse.dtype} of shape {tuple(lse.shape)} on {lse.device}. "
+                f"Pass what flash_attention returns with return_lse=True, and the layout of "
+                f"outputs."
+            )
+    lses = torch.stack([accumulated(lse) for lse in logsumexps])
+    # Rows without any key: their maximum is taken as 0, because -inf - -inf is NaN.
+    highest = lses.detach().amax(0)
+    highest = highest.masked_fill(highest == float("-inf"), 0.0)
+    weights = torch.exp(lses - highest)
+    total = weights.sum(0)
+    empty = total == 0
+    total = total.masked_fill(empty, 1.0)
+    merged = torch.zeros_like(outputs[0], dtype=accumulated(outputs[0]).dtype)
+    for out, weight in zip(outputs, weights, strict=True):
+        share = weight / total
+        merged = merged + out * (share if layout == "bhsd" else share.mT).unsqueeze(-1)
+    lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
+    return merged.to(outputs[0].dtype), lse
 
 
 @torch.no_grad()
@@ -93,8 +168,10 @@ def flash_attention_backward(
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
-    longest = as_length(max_seqlen_q, query.shape[0]), as_length(max_seqlen_k, key.shape[0])
-    longest = longest if packed else (0, 0)
+    longest = (0, 0)
+    if packed:
+        longest_q = as_length("max_seqlen_q", max_seqlen_q, query.shape[0])
+        longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, key.shape[0])
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
@@ -110,10 +187,12 @@ def flash_attention_backward(
         if key.shape != whole.shape:
             into = [into[0], *(x.narrow(rows, first, last - first) for x in into[1:])]
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    resolved = normalised(problem, query, key, given)
     if problem.implementation == "reference":
-        _by_definition(problem, tensors, normalised(problem, query, key, given), into)
+        _by_definition(problem, tensors, resolved, into)
     else:
-        add_gradients(problem, tensors, given, into)
+        call = call_for(problem, query, key, value, given)
+        call.backward(tensors, resolved, ONLY_INPUTS, into)
     if sinks is not None and grad_sinks is not None:
         o, do = (heads_first(x, problem.layout) for x in (out, grad_out))
         grad_sinks += sinks_gradient(sinks.float(), o, lse, do, grad_lse)
