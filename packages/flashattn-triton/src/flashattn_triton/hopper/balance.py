@@ -54,7 +54,7 @@ def heads_at_a_time(
         sizes.append(-(-heads // (2 * pairs)))
     sizes += [-(-2 * programs // tiles), heads]
     if tiles <= _FEW_TILES:
-        sizes += [1, 2, 3, 6]
+        sizes += [1, 2, 3]
     times: dict[int, float] = {}
     for size in dict.fromkeys(min(max(1, size), heads) for size in sizes):
         times[size] = time(size)
