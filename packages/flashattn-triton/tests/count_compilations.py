@@ -8,8 +8,7 @@ These properties of lengths do, and only of the Hopper tier's main kernels:
 - a shifted diagonal: whether a bottom-right mask is another than the top-left one, because there
   are more or fewer keys than queries, or in a packed batch because cu_seqlens are two tensors;
 - a halved diagonal tile: whether, in the forward kernel's tiles for up to 1,024 queries of
-  head_dim 64 and for more of 128, the first of two consumers sees at most half of its last tile of
-  keys;
+  head_dim 64, the first of two consumers sees at most half of its last tile of keys;
 - few queries: the forward kernel has other tiles for up to 1,024 queries of head_dim 64.
 
 Run as a program, in a process where TRITON_INTERPRET is not set: it prints a JSON object with the

@@ -96,11 +96,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, False): ((1024, _SHORT), (math.inf, _THREE)),
     (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (96, False): ((math.inf, _TWO),),
-    (128, True): (
-        (1024, replace(_SHORT, rounds=2)),
-        (2048, replace(_SHORT, rounds=2, halves=True)),
-        (math.inf, replace(_SHORT, rounds=4, halves=True)),
-    ),
+    (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
     (128, False): ((math.inf, _SHORT),),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
