@@ -102,7 +102,7 @@ def main() -> None:
         for problem, sizes in PROBLEMS:
             row = {
                 "measured_on": measured_on(machine),
-                "commit": machine["commit"],
+                "commit": (machine["git"] or {}).get("commit"),
                 "programs": torch.cuda.get_device_properties(0).multi_processor_count,
                 **dict(zip(NAMES, problem, strict=True)),
                 "median_ms": measure(problem, sizes, arguments.seconds),
