@@ -210,6 +210,12 @@ def test_an_implementation_is_proven_on_the_problem_or_skipped(
     assert len(tables["Attention passes"]) == 3 - len(skipped)
 
 
+def test_tables_keep_clocks_apart() -> None:
+    frame, tables = run(variants=("naive",), passes=("forward",), clock=("host", "wall"))
+    lengths = frame["sequence"].nunique()
+    assert sorted(tables["Attention passes"]["clock"]) == ["host"] * lengths + ["wall"] * lengths
+
+
 def test_what_is_wrong_or_fails_is_out_and_the_others_go_on(module: ModuleType) -> None:
     def kernel(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> Tensor:

@@ -386,7 +386,7 @@ _COLUMNS = row_tables.Columns(
     Column("value_head_dim", "value head_dim"),
     Column("window", "window", "keys"),
     Column("softcap", "soft-cap", "1"),
-    Column("regime", "GPU"),
+    Column("regime", "clock"),
     Column("kv_heads", "key/value heads"),
     Column("varied", "lengths up to that", "count"),
     Column("variant", "attention"),
@@ -438,8 +438,8 @@ def _frame(rows: pd.DataFrame) -> pd.DataFrame:
     frame = row_tables.lengths(frame)
     frame["window"] = frame["window"].map(_pair, na_action="ignore")
     frame["feature"] = _feature_of(frame)
-    cool = (frame["clock"] == "cool").any()
-    frame["regime"] = frame["clock"].map({"cool": "cool", "do_bench": "hot"} if cool else {})
+    clocks = frame["clock"].replace("do_bench", "hot")
+    frame["regime"] = clocks if clocks.nunique() > 1 or (clocks == "cool").any() else None
     if (frame["feature"] == "plain").all():
         frame["feature"] = None
     frame["deterministic"] = frame["deterministic"].astype(object).where(frame["deterministic"])
