@@ -4,19 +4,23 @@
 
 ``hopper/balance.py`` chooses the size by a calculation; tests/test_hopper_balance.py compares it
 with the rows of this tool. Needs a GPU of compute capability 9.0. A row, one problem: the median in
-milliseconds by size. Sizes take turns in random order, two timed calls each, after pauses of four
-times as long, so that the GPU's power does not limit its clock.
+milliseconds by size, and FlashAttention-3's if fa3-fwd is installed. All take turns in random
+order, two timed calls each, after pauses of four times as long, so that the GPU's power does not
+limit its clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +53,7 @@ PROBLEMS = [
 ]
 NAMES = ("head_dim", "value_dim", "batch", "heads", "kv_heads", "length")
 PAUSE = 4.0  # times what ran before it
+FA3 = 0  # in place of a size
 
 
 def samples(call: Callable[[], object], cache: torch.Tensor) -> list[float]:
@@ -63,8 +68,8 @@ def samples(call: Callable[[], object], cache: torch.Tensor) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in events[1:]]
 
 
-def measure(problem: Sequence[int], sizes: Sequence[int], seconds: float) -> dict[str, float]:
-    """Medians by size. All outputs are the same, bit for bit."""
+def measure(problem: Sequence[int], sizes: Sequence[int], seconds: float) -> dict[str, Any]:
+    """Medians of a row. All outputs of this package are the same, bit for bit."""
     head_dim, value_dim, batch, heads, kv_heads, length = problem
     torch.manual_seed(0)
     like = {"device": "cuda", "dtype": torch.bfloat16}
@@ -73,22 +78,30 @@ def measure(problem: Sequence[int], sizes: Sequence[int], seconds: float) -> dic
         torch.randn(batch, kv_heads, length, head_dim, **like),
         torch.randn(batch, kv_heads, length, value_dim, **like),
     )
-    calls, outputs = {}, []
+    calls: dict[int, Callable[[], Any]] = {}
+    outputs = []
     for size in sizes:
         forward.heads_at_a_time = lambda *_, size=size: size
         call = forward.HopperForwardCall(*tensors, new_problem(head_dim=head_dim, causal=True))
         calls[size] = lambda call=call: call(tensors)
         outputs.append(calls[size]()[0])
     assert all(torch.equal(out, outputs[0]) for out in outputs)
+    with contextlib.suppress(ImportError):
+        fa3 = importlib.import_module("fa3_fwd_interface")
+        heads_last = [x.transpose(1, 2).contiguous() for x in tensors]
+        calls[FA3] = lambda: fa3.flash_attn_func(*heads_last, causal=True)
+        calls[FA3]()
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    found: dict[int, list[float]] = {size: [] for size in sizes}
+    found: dict[int, list[float]] = {size: [] for size in calls}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for size in random.sample(sizes, len(sizes)):
+        for size in random.sample(list(calls), len(calls)):
             begin = time.perf_counter()
             found[size] += samples(calls[size], cache)
             time.sleep(PAUSE * (time.perf_counter() - begin))
-    return {str(size): round(statistics.median(each), 4) for size, each in found.items()}
+    medians = {size: round(statistics.median(each), 4) for size, each in found.items()}
+    beside = {"fa3_fwd_ms": medians.pop(FA3)} if FA3 in medians else {}
+    return {"median_ms": {str(size): each for size, each in medians.items()}, **beside}
 
 
 def main() -> None:
@@ -105,7 +118,7 @@ def main() -> None:
                 "commit": (machine["git"] or {}).get("commit"),
                 "programs": torch.cuda.get_device_properties(0).multi_processor_count,
                 **dict(zip(NAMES, problem, strict=True)),
-                "median_ms": measure(problem, sizes, arguments.seconds),
+                **measure(problem, sizes, arguments.seconds),
             }
             file.write(json.dumps(row) + "\n")
             file.flush()

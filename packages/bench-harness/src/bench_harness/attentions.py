@@ -28,7 +28,7 @@ import functools
 import importlib
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, registered
@@ -370,12 +370,14 @@ def _flash_attn_4() -> Attend:
                     f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
                     "of variants."
                 )
-        with _refusals("flash-attn-4", AssertionError):
+        try:
             if cu_seqlens is not None:
                 packed = _of_packed(cu_seqlens, max_seqlen)
                 return _first(cute.flash_attn_varlen_func(query, key, value, **packed, **settings))
             heads_last = (x.transpose(1, 2) for x in (query, key, value))
             return _first(cute.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
+        except AssertionError as error:
+            raise _refused("flash-attn-4", error) from error
 
     return attend
 
@@ -395,12 +397,14 @@ def _fa3_fwd() -> Attend:
     ) -> Tensor:
         _refuse_cpu(query, "fa3-fwd")
         inputs = [x.detach() for x in (query, key, value)]
-        with _refusals("fa3-fwd", RuntimeError):
+        try:
             if cu_seqlens is not None:
                 packed = _of_packed(cu_seqlens, max_seqlen)
                 return _first(package.flash_attn_varlen_func(*inputs, causal=causal, **packed))
             heads_last = (x.transpose(1, 2) for x in inputs)
             return _first(package.flash_attn_func(*heads_last, causal=causal)).transpose(1, 2)
+        except RuntimeError as error:
+            raise _refused("fa3-fwd", error) from error
 
     return attend
 
@@ -411,18 +415,14 @@ def _of_packed(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
     return {**starts, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
 
 
-@contextlib.contextmanager
-def _refusals(name: str, kind: type[Exception]) -> Iterator[None]:
-    """Skips a problem that a library refuses, which it says by this kind of error."""
-    try:
-        yield
-    except kind as error:
-        if "out of memory" in str(error):
-            raise
-        raise CaseSkipped(
-            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
-            "of variants."
-        ) from error
+def _refused(name: str, error: Exception) -> CaseSkipped:
+    """What a library's error means by which it refuses a problem; lack of memory is raised."""
+    if "out of memory" in str(error):
+        raise error
+    return CaseSkipped(
+        f"the problem must be one that {name} takes, but got an error: {error}. Leave it out of "
+        "variants."
+    )
 
 
 def _first(out: Any) -> Tensor:

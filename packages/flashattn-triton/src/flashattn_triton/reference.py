@@ -47,9 +47,12 @@ def visibility_mask(
     """
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)[None, :]
-    diagonal = queries + diagonal_offset(n_queries, n_keys, problem)
+    # From what was asked, not from Problem's band, which every other tier computes with.
+    diagonal = queries + (n_keys - n_queries if problem.bottom_right else 0)
     visible = torch.ones(n_queries, n_keys, dtype=torch.bool, device=device)
-    left, right = problem.band
+    if problem.causal in ("top-left", "bottom-right"):
+        visible &= keys <= diagonal
+    left, right = problem.window
     if left is not None:
         visible &= keys >= diagonal - left
     if right is not None:
