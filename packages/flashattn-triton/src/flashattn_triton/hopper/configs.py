@@ -17,8 +17,8 @@ class ForwardShape:
     registers: of a consumer's thread.
     parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
     q_slots: 2, so that the next tile of Q is loaded ahead, or 1: then the output takes its place.
-    p_in_shared: P is an operand of P·V in shared memory, not in registers; the output takes its
-        place, whatever ``q_slots`` is. Tiles have as many keys as columns then.
+    p_in_shared: P·V reads P from shared memory, not from registers. The output then takes the place
+        of P, not of Q, so that tiles must have as many keys as columns.
     named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
         mbarriers.
     partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at

@@ -20,8 +20,9 @@ head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three 
 that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
 holds only one tile of Q, the output overwrites Q, and is stored before the next Q is loaded.
 
-With ``p_in_shared`` the second product reads P from shared memory. A consumer overwrites it only
-after that product's end, and with the output after the last product, so that its Q is free then.
+With ``p_in_shared``, P·V reads P from shared memory, which leaves registers for a third consumer.
+A consumer has one tile for P: it writes the next P when P·V of the one before is complete, and the
+output after the last one. A single slot of Q is then free while the output is computed and stored.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -641,7 +642,7 @@ def hopper_forward_kernel(
     k_smem = allocate_tiles(DTYPE, STAGES * PARTS, KEYS, WIDTH)
     v_smem = allocate_tiles(DTYPE, STAGES, KEYS, v_desc.block_shape[-1])
     o_smem = q_smem
-    if OPTIONS.p_in_shared:
+    if OPTIONS.p_in_shared:  # which are P's tiles
         o_smem = allocate_tiles(DTYPE, CONSUMERS, ROWS, KEYS)
     elif Q_SLOTS > 1:
         o_smem = allocate_tiles(DTYPE, CONSUMERS * PARTS, ROWS, WIDTH)
