@@ -117,3 +117,11 @@ def test_choosing_takes_milliseconds_once() -> None:
     before = balance.heads_at_a_time.cache_info().hits
     balance.heads_at_a_time(4096, seen, 128, 131, 0.003)
     assert balance.heads_at_a_time.cache_info().hits == before + 1
+
+
+def test_groups_of_packed_sequences_divide_their_heads() -> None:
+    for heads in (8, 12, 16, 30):
+        for tiles, sequences in ((4, 64), (8, 32), (16, 16), (32, 8), (64, 4)):
+            seen = tuple(128 * (tile + 1) for tile in range(tiles))
+            size = balance.heads_at_a_time(heads * sequences, seen, 128, 132, 0.003, heads)
+            assert heads % size == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,34 @@ def test_heads_are_worked_on_in_groups(
     assert launch.numbers["GROUP"] == group
     tiles = heads * -(-lengths[0] // (192 if head_dim == 64 else 128))
     assert launch.grid == (min(tiles, 132), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "group"),
+    [
+        (range(0, 32 * 1024 + 1, 1024), 8),  # one head at a time, of eight tiles
+        (range(0, 8 * 4096 + 1, 4096), 8 * 32),
+        ([0, 16384, 24576, 28672, 32768], 4 * 132),  # of different lengths: so many tiles
+    ],
+)
+def test_heads_of_packed_sequences_are_worked_on_in_groups(
+    starts: Sequence[int], group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = triton_versions.refusal()
+    if refusal is not None:
+        pytest.skip(refusal)
+    from flashattn_triton.hopper import forward
+    from flashattn_triton.launch import Packing
+    from flashattn_triton.problem import new_problem
+
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, 16, starts[-1], 128, dtype=torch.bfloat16, device="meta")
+    at = torch.tensor(list(starts), dtype=torch.int32)
+    longest = max(b - a for a, b in itertools.pairwise(starts))
+    packing = Packing(at, at, longest, longest)
+    call = forward.HopperForwardCall(q, q, q, new_problem(head_dim=128, causal=True), packing)
+    assert call.tiles is not None
+    assert call.tiles.launch.numbers["GROUP"] == group
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -29,7 +29,12 @@ _FEW_TILES = 16  # of a head, with which a few heads at a time may be balanced
 
 @functools.lru_cache(maxsize=1024)
 def heads_at_a_time(
-    heads: int, keys_seen: tuple[int, ...], keys: int, programs: int, head_cost: float
+    heads: int,
+    keys_seen: tuple[int, ...],
+    keys: int,
+    programs: int,
+    head_cost: float,
+    of_sequence: int | None = None,
 ) -> int:
     """Into groups of how many heads all are divided.
 
@@ -39,6 +44,8 @@ def heads_at_a_time(
         keys: in a step of the kernel.
         programs: that run at the same time.
         head_cost: share of the time that each head more, read at the same time, takes.
+        of_sequence: heads of each packed sequence, all of one length. Groups hold heads of one
+            sequence, so that they are in the order that is calculated only if they divide these.
     """
     tiles = len(keys_seen)
     costs = [-(-seen // keys) + _OVERHEAD / keys for seen in keys_seen]
@@ -56,7 +63,10 @@ def heads_at_a_time(
     if tiles <= _FEW_TILES:
         sizes += [1, 2, 3]
     times: dict[int, float] = {}
-    for size in dict.fromkeys(min(max(1, size), heads) for size in sizes):
+    sizes = [min(max(1, size), heads) for size in sizes]
+    if of_sequence is not None:
+        sizes = [next(n for n in range(size, 0, -1) if of_sequence % n == 0) for size in sizes]
+    for size in dict.fromkeys(sizes):
         times[size] = time(size)
         if times[size] < _GOOD:
             break

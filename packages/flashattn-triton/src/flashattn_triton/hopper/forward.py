@@ -64,26 +64,31 @@ class HopperForwardCall:
         softcap = problem.softcap
         # Of packed sequences the kernel itself adds the difference of lengths.
         offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
-        longest = n_queries if packing is None else packing.max_seqlen_q
+        sequences, longest = batch, n_queries
+        if packing is not None:
+            sequences, longest = packing.sequences, packing.max_seqlen_q
+        alike = packing is None or (equal and n_queries == sequences * longest)
         config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
         programs = multiprocessors(device)
-        tiles_of_head = -(-n_queries // config.queries)
+        tiles_of_head = max(1, -(-longest // config.queries))
+        n_tiles = tiles_of_head * sequences * heads
+        all_heads, group = sequences * heads, max(1, -(-config.rounds * programs // tiles_of_head))
+        if 2 * all_heads < 3 * group:  # too few are left for a group of their own
+            group = all_heads
+        if right is not None and left is None and alike and n_tiles > programs:
+            stops = (min(config.queries * (i + 1), longest) for i in range(tiles_of_head))
+            seen = tuple(min(max(stop + offset, 1), n_keys) for stop in stops)
+            head_cost = config.head_cost * kv_heads / heads
+            group = heads_at_a_time(
+                all_heads, seen, config.keys, programs, head_cost, heads if packed else None
+            )
         self.tiles: PackedTiles | None = None
         if packing is not None:
             self.tiles = PackedTiles(
                 packing, (n_queries, n_keys), (config.queries, config.keys),
-                heads=heads, group=config.rounds * programs,
+                heads=heads, group=group * tiles_of_head if alike else config.rounds * programs,
             )  # fmt: skip
-            tiles_of_head = self.tiles.most[0]
-        n_tiles = tiles_of_head * batch * heads
-        all_heads, group = batch * heads, max(1, -(-config.rounds * programs // tiles_of_head))
-        if 2 * all_heads < 3 * group:  # too few are left for a group of their own
-            group = all_heads
-        if right is not None and left is None and not packed and n_tiles > programs:
-            stops = (min(config.queries * (i + 1), n_queries) for i in range(tiles_of_head))
-            seen = tuple(min(max(stop + offset, 1), n_keys) for stop in stops)
-            head_cost = config.head_cost * kv_heads / heads
-            group = heads_at_a_time(all_heads, seen, config.keys, programs, head_cost)
+            n_tiles = self.tiles.most[0] * heads
         tile_columns, value_columns = forward_widths(head_dims)
         tile_columns //= config.parts
         numbers: dict[str, float | None] = {
