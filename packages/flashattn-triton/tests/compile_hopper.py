@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import triton
@@ -27,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
-from flashattn_triton.hopper.configs import ForwardConfig
 from flashattn_triton.launch import Launch, Packing
 from flashattn_triton.problem import new_problem
 
@@ -53,8 +51,7 @@ class AbsentHopper:
 class Request:
     """One problem. ``direction``: "forward" or "backward"; ``sequences``: packed ones, if any.
 
-    ``value_dim``: None if it is ``head_dim``. ``adds``: gradients to fp32 tensors. ``shape``: of a
-    ForwardConfig that takes the place of the shipped table's.
+    ``value_dim``: None if it is ``head_dim``. ``adds``: gradients to fp32 tensors.
     """
 
     head_dim: int
@@ -66,7 +63,6 @@ class Request:
     sequences: int = 0
     value_dim: int | None = None
     adds: bool = False
-    shape: dict[str, Any] | None = None
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -186,10 +182,7 @@ def launch(request: Request) -> None:
     options = new_problem(head_dim=width, **given)
     if request.direction == "forward":
         sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
-        own = request.shape and ForwardConfig(**request.shape)
-        chosen = patch.object(forward, "forward_config", lambda *_: own)
-        with chosen if own else contextlib.nullcontext():
-            hopper_forward(query, key, value, options, packing, sinks=sinks)
+        hopper_forward(query, key, value, options, packing, sinks=sinks)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         out = query.new_empty(*query.shape[:3], value_width)

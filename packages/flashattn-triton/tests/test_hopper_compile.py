@@ -19,12 +19,7 @@ import triton
 
 from background import Background
 from flashattn_triton import triton_versions
-from flashattn_triton.hopper.configs import (
-    ForwardConfig,
-    backward_config,
-    forward_config,
-    forward_widths,
-)
+from flashattn_triton.hopper.configs import backward_config, forward_config, forward_widths
 from flashattn_triton.problem import new_problem
 from triton_wheels import RELEASES, install
 
@@ -117,31 +112,10 @@ _script = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = _script  # where dataclasses look their module up
 _spec.loader.exec_module(_script)
 SINKS = [_script.Request(width, "bf16", {"causal": True}, sinks=True) for width in (64, 128)]
-# Not in the table: P in shared memory, which takes 32 registers less.
-THREE = {"consumers": 3, "keys": 128, "stages": 2, "registers": 160, "q_slots": 1}
-THREE |= {"p_in_shared": True, "spills": 320}
-SHORT = THREE | {"named_releases": True, "partial_sums": True}
-TWO = THREE | {"consumers": 2, "registers": 240, "q_slots": 2, "spills": 0}
-P_IN_SHARED = [
-    _script.Request(head_dim, dtype, options, (4096, 4000), shape=shape, **more)
-    for head_dim, dtype, options, shape, more in (
-        (96, "bf16", {"causal": False}, THREE, {}),
-        (96, "bf16", {"causal": True}, THREE, {}),
-        (96, "bf16", {"causal": True}, SHORT, {}),
-        (96, "bf16", {"causal": True}, TWO, {}),
-        (96, "bf16", {"causal": "bottom-right"}, THREE, {}),
-        (96, "bf16", {"causal": True}, THREE, {"sequences": 9}),
-        (96, "bf16", {"causal": True}, THREE, {"sinks": True}),
-        (96, "bf16", {"causal": True, "out_dtype": "float32"}, THREE, {}),
-        (80, "fp16", {"causal": True, "softcap": 30.0}, THREE, {}),
-    )
-]
-REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SINKS, *P_IN_SHARED)]
+REQUESTS = [dataclasses.asdict(request) for request in (*_script.shipped(), *SINKS)]
 
 
 def config_of(row: dict[str, Any]) -> Any:
-    if row["shape"] is not None:
-        return ForwardConfig(**row["shape"])
     given = {name: x for name, x in row["options"].items() if name != "out_dtype"}
     options = new_problem(head_dim=row["head_dim"], **given)
     if row["direction"] == "backward":
@@ -226,11 +200,10 @@ def unmasked_loops(row: dict[str, Any]) -> list[int]:
 def report(rows: list[dict[str, Any]]) -> str:
     """A line of a table: the most that kernels of a kind spill, in all and in loops.
 
-    Of dense batches and shapes of the table, with dQ added up in any order.
+    Of dense batches, with dQ added up in any order.
     """
     plain = {"causal", "window", "scale", "softcap"}
-    rows = [r for r in rows if not (r["sequences"] or r["adds"] or r["shape"])]
-    rows = [r for r in rows if not r["options"].keys() - plain]
+    rows = [r for r in rows if not (r["sequences"] or r["adds"] or r["options"].keys() - plain)]
     columns = []
     for direction in ("forward", "backward"):
         kinds = [(width, mask) for width in (64, 128) for mask in ("full", "causal", "window")]

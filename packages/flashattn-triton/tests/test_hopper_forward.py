@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flashattn_triton import flash_attention, flash_attention_varlen, merge, triton_versions
-from flashattn_triton.hopper.configs import ForwardConfig
 from flashattn_triton.problem import new_problem
 
 pytestmark = pytest.mark.gpu
@@ -119,41 +118,6 @@ def test_head_dims(
     """What lies past the last column, in the inputs' memory, is NaN."""
     case = dense_case(2, (4, 2), 300, 411, head_dim, "fp16", causal="bottom-right")
     check(hopper_forward, make_inputs(case, "cuda", "padded"), assert_results_close)
-
-
-@pytest.mark.parametrize("consumers", [2, 3])
-@pytest.mark.parametrize("head_dim", [72, 96])
-@pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
-@pytest.mark.parametrize(
-    ("heads", "n_queries", "n_keys"),
-    [((5, 5), 1, 700), ((2, 1), 700, 1), ((3, 3), 1000, 300), ((70, 10), 1100, 700)],
-    ids=str,
-)
-def test_p_in_shared_memory(
-    heads: tuple[int, int],
-    n_queries: int,
-    n_keys: int,
-    causal: str,
-    head_dim: int,
-    consumers: int,
-    dense_case: Any,
-    hopper_forward: Any,
-    make_inputs: Any,
-    assert_results_close: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Results and their repetition; the table has no such shape."""
-    config = ForwardConfig(
-        consumers=consumers, keys=128, stages=2, registers=160 if consumers == 3 else 240,
-        q_slots=1 if consumers == 3 else 2, p_in_shared=True, rounds=2,
-    )  # fmt: skip
-    monkeypatch.setattr("flashattn_triton.hopper.forward.forward_config", lambda *_: config)
-    inputs = make_inputs(dense_case(2, heads, n_queries, n_keys, head_dim, "bf16", causal=causal),
-                         "cuda")  # fmt: skip
-    check(hopper_forward, inputs, assert_results_close)
-    tensors = [x.detach() for x in (inputs.query, inputs.key, inputs.value)]
-    first, *others = (hopper_forward(*tensors, inputs.options) for _ in range(5))
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("layout", ["bshd", "padded"])

@@ -6,7 +6,6 @@ fp64, so that results are the definition's, or wrong.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from flashattn_triton.hopper import (
     forward_kernel,
     scores,
 )
-from flashattn_triton.hopper.configs import ForwardConfig, backward_config, forward_widths
+from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
 from flashattn_triton.launch import Launch, Packing
@@ -328,29 +327,6 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     check_backward(problem, seed)
 
 
-@pytest.fixture(params=[2, 3])
-def _p_in_shared(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P in shared memory where 80 or 96 columns are in use, by so many consumers."""
-    two = request.param == 2
-    for causal in (False, True):
-        config = ForwardConfig(
-            consumers=request.param, keys=128, stages=2, registers=0, q_slots=2 if two else 1,
-            p_in_shared=True, named_releases=two, partial_sums=two, halves=two and causal, rounds=2,
-        )  # fmt: skip
-        monkeypatch.setitem(configs.FORWARD, (96, causal), ((math.inf, config),))
-
-
-@pytest.mark.usefixtures("_p_in_shared")
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if "window" not in name])
-def test_p_in_shared_memory(name: str) -> None:
-    seed = list(PROBLEMS).index(name)
-    problem = problem_of(head_dim=(72, 96)[seed % 2], **PROBLEMS[name])
-    check_forward(problem, seed)
-    check_forward(problem, seed, in_fp32=True)
-    with pytest.raises(AssertionError):
-        check_forward(problem, seed, in_fp32=True, fence_async_shared=NOTHING)
-
-
 @pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
 def test_soft_caps(name: str, head_dims: tuple[int, int]) -> None:
@@ -540,13 +516,6 @@ def test_packed_forward_on_random_schedules(
     first = packed.starts[0][-1]
     assert (out[first:] == 0).all()
     assert np.isneginf(lse[:, first:]).all()
-
-
-@interpreted
-@pytest.mark.usefixtures("_p_in_shared")
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_p_in_shared_memory(name: str) -> None:
-    test_packed_forward_on_random_schedules(name, (96, 96), in_fp32=False)
 
 
 @interpreted

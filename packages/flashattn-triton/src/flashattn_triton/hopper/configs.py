@@ -17,8 +17,6 @@ class ForwardShape:
     registers: of a consumer's thread.
     parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
     q_slots: 2, so that the next tile of Q is loaded ahead, or 1: then the output takes its place.
-    p_in_shared: P·V reads P from shared memory, not from registers. The output then takes the place
-        of P, not of Q, so that tiles must have as many keys as columns.
     named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
         mbarriers.
     partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
@@ -32,7 +30,6 @@ class ForwardShape:
     registers: int
     parts: int = 1
     q_slots: int = 2
-    p_in_shared: bool = False
     named_releases: bool = False
     partial_sums: bool = False
     seldom_rescales: bool = False
@@ -104,7 +101,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),
-    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=48)),),
+    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=56)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {

@@ -20,10 +20,6 @@ head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three 
 that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
 holds only one tile of Q, the output overwrites Q, and is stored before the next Q is loaded.
 
-With ``p_in_shared``, P·V reads P from shared memory, which leaves registers for a third consumer.
-A consumer has one tile for P: it writes the next P when P·V of the one before is complete, and the
-output after the last one. A single slot of Q is then free while the output is computed and stored.
-
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
 """
@@ -353,19 +349,6 @@ def _has_blind_rows(options):
 
 
 @gluon.jit
-def _probabilities(exponentials, p, OPTIONS: gl.constexpr):
-    """P, the operand of P·V; ``p`` is its place in shared memory, or the P before, in registers."""
-    if OPTIONS.p_in_shared:
-        SCORES: gl.constexpr = exponentials.type.layout
-        p.store(to_operand(exponentials, p.dtype, SCORES))
-        fence_async_shared()
-    else:
-        PROBABILITIES: gl.constexpr = p.type.layout
-        p = to_operand(exponentials, p.dtype, PROBABILITIES)
-    return p
-
-
-@gluon.jit
 def _step(
     q_parts,
     barriers,
@@ -398,7 +381,7 @@ def _step(
     _scheduler_barrier_wait(CONSUMER)
     s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
     mbarrier.wait(v_full.index(before), phase_before)
-    acc = issue_columns(p, v_smem.index(before), acc, OPTIONS.p_in_shared)
+    acc = issue_columns(p, v_smem.index(before), acc)
     _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
 
     s = warpgroup_mma_wait(len(acc), deps=(s,))
@@ -419,7 +402,9 @@ def _step(
         acc = scale_risen_rows(acc, correction, rises)
     else:
         acc = scale_rows(acc, correction)
-    return acc, _probabilities(exponentials, p, OPTIONS), new_max, row_sum
+    PROBABILITIES: gl.constexpr = p.type.layout
+    p = to_operand(exponentials, p.dtype, PROBABILITIES)
+    return acc, p, new_max, row_sum
 
 
 @gluon.jit
@@ -444,7 +429,6 @@ def _consumer(
     STAGES: gl.constexpr = OPTIONS.stages
     PARTS: gl.constexpr = OPTIONS.parts
     Q_SLOTS: gl.constexpr = OPTIONS.q_slots
-    O_IN_Q: gl.constexpr = Q_SLOTS == 1 and not OPTIONS.p_in_shared  # in its shared memory
     KEYS: gl.constexpr = k_smem.shape[1]
     E: gl.constexpr = v_smem.shape[2]
     O_PARTS: gl.constexpr = E // o_smem.shape[2]
@@ -510,11 +494,7 @@ def _consumer(
             row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
             if not OPTIONS.partial_sums:
                 row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
-        if OPTIONS.p_in_shared:
-            tma.store_wait(0)  # until the previous tile's output has left shared memory
-            p = _probabilities(exponentials, o_smem.index(CONSUMER), OPTIONS)
-        else:
-            p = to_operand(exponentials, DTYPE, PROBABILITIES)
+        p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
@@ -536,12 +516,12 @@ def _consumer(
                         SCORES,
                     )  # fmt: skip
         tiles_done += n_key_tiles
-        if not O_IN_Q:
+        if Q_SLOTS > 1:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
 
         slot = (tiles_done - 1) % STAGES
         mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
-        acc = issue_columns(p, v_smem.index(slot), acc, OPTIONS.p_in_shared)
+        acc = issue_columns(p, v_smem.index(slot), acc)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -552,7 +532,7 @@ def _consumer(
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
-        if not (O_IN_Q or OPTIONS.p_in_shared):
+        if Q_SLOTS > 1:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
         if OPTIONS.fp32_out:
@@ -568,7 +548,7 @@ def _consumer(
         else:
             l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < n_queries)
-        if O_IN_Q:
+        if Q_SLOTS == 1:  # the output is in Q's shared memory
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(q_slot), count=1)
         round_index += 1
@@ -642,9 +622,7 @@ def hopper_forward_kernel(
     k_smem = allocate_tiles(DTYPE, STAGES * PARTS, KEYS, WIDTH)
     v_smem = allocate_tiles(DTYPE, STAGES, KEYS, v_desc.block_shape[-1])
     o_smem = q_smem
-    if OPTIONS.p_in_shared:  # which are P's tiles
-        o_smem = allocate_tiles(DTYPE, CONSUMERS, ROWS, KEYS)
-    elif Q_SLOTS > 1:
+    if Q_SLOTS > 1:
         o_smem = allocate_tiles(DTYPE, CONSUMERS * PARTS, ROWS, WIDTH)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     records = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, RECORD], RECORDS)

@@ -65,11 +65,11 @@ def _range_of(tile, accs, i: gl.constexpr):
 
 
 @gluon.jit
-def issue_columns(a, b, accs, A_IN_SHARED: gl.constexpr = False):
-    """Starts ``accs + a b``. ``a`` is an operand in registers or, like ``b``, in shared memory."""
+def issue_columns(a, b, accs):
+    """Starts ``accs + a b``. ``a`` is an operand in registers, ``b`` a tile in shared memory."""
     started = ()
     for i in gl.static_range(len(accs)):
-        operand = a if A_IN_SHARED or len(accs) == 1 else _operand_of(a, accs[i])
+        operand = a if len(accs) == 1 else _operand_of(a, accs[i])
         started += (warpgroup_mma(operand, _range_of(b, accs, i), accs[i], is_async=True),)
     return started
 
