@@ -180,8 +180,11 @@ def test_published_rows_have_their_circumstances_and_true_labels(file: Path) -> 
 
 def test_every_published_cell_of_the_attention_grid_has_ten_samples() -> None:
     files = sorted(RESULTS.glob("flash-*.jsonl*"))
-    assert len(files) == 6
+    assert len(files) == 5
     for row in (row for file in files for row in published.read(file)):
+        if row.get("status") == "oom":
+            assert "naive" in row["config"]["variants"], row["label"]
+            continue
         assert len(row["samples_ms"]) >= 10, (row["label"], row["variant"], row["sequence"])
 
 

@@ -53,9 +53,7 @@ class Options(SamplingOptions, DeviceOptions):
         "one after another, and time all of them together with the host; 0: one length at a time.",
     )
     masks: tuple[str, ...] = option(("causal",), "Masks.", choices=_MASKS)
-    window: tuple[int, ...] = option(
-        (), "Visible keys left and right of the diagonal; -1 is no limit."
-    )
+    window: tuple[int, ...] = option((), "Visible keys left and right of the diagonal; -1: all.")
     softcap: float | None = option(None, "Soft-cap of the scores.")
     features: tuple[str, ...] = option(
         ("plain",),
@@ -204,16 +202,18 @@ class Attention(Experiment):
 
     def work_s(self, case: Case) -> float:
         """By variants, lengths and passes; compiling each length takes longest."""
-        config, names = case.config, case.config["variants"]
+        config, names, passes = case.config, case.config["variants"], len(case.config["passes"])
         problems = max(1, len(config["sequences"])) * len(config["features"])
         cells = problems * len(names)
-        timed = cells * len(config["passes"]) * (config["warmup_ms"] + config["rep_ms"]) / 1e3
+        timed = cells * passes * (config["warmup_ms"] + config["rep_ms"]) / 1e3
         if config["device"] == "cpu":
             return float(2 + 0.4 * cells + timed)
-        timed += cells * (2.5 if config["dtype"] == "fp32" else 0.08)  # without tensor cores
+        if config["dtype"] == "fp32":  # without tensor cores
+            scores = (s * (config["tokens"] or config["batch"] * s) for s in config["sequences"])
+            timed += len(names) * config["heads"] * sum(scores) / 2**31
         of_cute = 18 * ("flash-attn-4" in names and list(config["passes"]) != ["forward"])
-        compiled = 21.7 * problems * sum("compiled" in name or name == "flex" for name in names)
-        return float(7 + len(names) + compiled + of_cute + timed)
+        compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
+        return float(7 + len(names) + compiled + of_cute + 0.07 * cells * passes + timed)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features."""
