@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import json
 import random
@@ -21,11 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from bench_harness.environment import describe, measured_on
 from flashattn_triton.hopper import forward
+from flashattn_triton.launch import Packing
 from flashattn_triton.problem import new_problem
 
 # (head_dim, value head_dim, batch, query heads, key heads, length), sizes.
@@ -51,6 +54,14 @@ PROBLEMS = [
     ((256, 256, 4, 16, 16, 8192), (4, 6, 8, 9, 12)),
     ((256, 256, 2, 16, 16, 16384), (2, 4, 5, 6)),
 ]
+# The same, packed.
+PACKED = [
+    ((128, 128, 64, 16, 16, 512), (1, 2, 4, 8, 16)),
+    ((128, 128, 32, 16, 16, 1024), (1, 2, 4, 8, 16)),
+    ((128, 128, 16, 16, 16, 2048), (1, 2, 4, 8, 16)),
+    ((128, 128, 8, 16, 16, 4096), (1, 2, 4, 8, 16)),
+    ((64, 64, 40, 16, 4, 777), (1, 2, 4, 8, 16)),
+]
 NAMES = ("head_dim", "value_dim", "batch", "heads", "kv_heads", "length")
 PAUSE = 4.0  # times what ran before it
 FA3 = 0  # in place of a size
@@ -68,11 +79,18 @@ def samples(call: Callable[[], object], cache: torch.Tensor) -> list[float]:
     return [begin.elapsed_time(end) for begin, end in events[1:]]
 
 
-def measure(problem: Sequence[int], sizes: Sequence[int], seconds: float) -> dict[str, Any]:
+def measure(
+    problem: Sequence[int], sizes: Sequence[int], seconds: float, *, packed: bool
+) -> dict[str, Any]:
     """Medians of a row. All outputs of this package are the same, bit for bit."""
     head_dim, value_dim, batch, heads, kv_heads, length = problem
     torch.manual_seed(0)
-    like = {"device": "cuda", "dtype": torch.bfloat16}
+    packing = None
+    if packed:
+        starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
+        packing = Packing(starts, starts, length, length)
+        batch, length = 1, batch * length
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     tensors = (
         torch.randn(batch, heads, length, head_dim, **like),
         torch.randn(batch, kv_heads, length, head_dim, **like),
@@ -81,15 +99,19 @@ def measure(problem: Sequence[int], sizes: Sequence[int], seconds: float) -> dic
     calls: dict[int, Callable[[], Any]] = {}
     outputs = []
     for size in sizes:
-        forward.heads_at_a_time = lambda *_, size=size: size
-        call = forward.HopperForwardCall(*tensors, new_problem(head_dim=head_dim, causal=True))
-        calls[size] = lambda call=call: call(tensors)
+        asked = new_problem(head_dim=head_dim, causal=True)
+        with mock.patch.object(forward, "heads_at_a_time", return_value=size):
+            call = forward.HopperForwardCall(*tensors, asked, packing)
+        calls[size] = functools.partial(call, tensors, packing)
         outputs.append(calls[size]()[0])
     assert all(torch.equal(out, outputs[0]) for out in outputs)
     with contextlib.suppress(ImportError):
         fa3 = importlib.import_module("fa3_fwd_interface")
         heads_last = [x.transpose(1, 2).contiguous() for x in tensors]
         calls[FA3] = lambda: fa3.flash_attn_func(*heads_last, causal=True)
+        if packing is not None:
+            tokens = [x[0] for x in heads_last]
+            calls[FA3] = lambda: fa3.flash_attn_varlen_func(*tokens, *packing, causal=True)
         calls[FA3]()
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
     found: dict[int, list[float]] = {size: [] for size in calls}
@@ -112,13 +134,15 @@ def main() -> None:
     arguments = parser.parse_args()
     machine = describe()
     with arguments.rows.open("w", encoding="utf-8") as file:
-        for problem, sizes in PROBLEMS:
+        for number, (problem, sizes) in enumerate([*PROBLEMS, *PACKED]):
+            packed = number >= len(PROBLEMS)
             row = {
                 "measured_on": measured_on(machine),
                 "commit": (machine["git"] or {}).get("commit"),
                 "programs": torch.cuda.get_device_properties(0).multi_processor_count,
                 **dict(zip(NAMES, problem, strict=True)),
-                **measure(problem, sizes, arguments.seconds),
+                "packed": packed,
+                **measure(problem, sizes, arguments.seconds, packed=packed),
             }
             file.write(json.dumps(row) + "\n")
             file.flush()
