@@ -99,6 +99,10 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
         flash_attn_with_kvcache(query, key, value, block_table=lengths)
     with pytest.raises(ValueError, match="v must be a tensor where the other one is"):
         flash_attn_with_kvcache(query, key, value, new_keys)
+    wrong = (new_values[:, :1], new_values[:1], new_values[:, :, :1], new_values.double())
+    for each in wrong:  # none of them is broadcast or cast into the cache
+        with pytest.raises(ValueError, match=r"v must be torch.float32 of shape \(2, 2, 2, 8\)"):
+            flash_attn_with_kvcache(query, key, value, new_keys, each, cache_seqlens=lengths)
 
 
 def test_mistaken_lengths() -> None:

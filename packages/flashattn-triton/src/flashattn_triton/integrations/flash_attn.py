@@ -261,6 +261,14 @@ def flash_attn_with_kvcache(
     filled = (0 if k is not None else k_cache.shape[1]) if cache_seqlens is None else cache_seqlens
     lengths = torch.as_tensor(filled, device=q.device).expand(len(q))
     if k is not None and v is not None:
+        for name, x, cached in (("k", k, k_cache), ("v", v, v_cache)):
+            shape = (len(q), k.shape[1], *cached.shape[2:])
+            if x.shape != shape or x.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must be {cached.dtype} of shape {shape}, as {name}_cache with k's "
+                    f"tokens, but got {x.dtype} of shape {tuple(x.shape)}. Pass one of each row "
+                    f"and key head."
+                )
         rows = torch.arange(len(q), device=q.device)[:, None]
         places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[rows, places], v_cache[rows, places] = k, v
