@@ -105,6 +105,21 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
             flash_attn_with_kvcache(query, key, value, new_keys, each, cache_seqlens=lengths)
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_each_row_may_have_slopes_of_its_own(implementation: Any) -> None:
+    query, key, value = cache(2, 1)
+    slopes, lengths = torch.rand(2, 1, 4, device=DEVICE), torch.tensor([[5], [9]], device=DEVICE)
+    options: dict[str, Any] = {"causal": "bottom-right", "layout": "bshd"}
+    out = flash_attention(
+        query, key, value, alibi_slopes=slopes, key_lengths=lengths, implementation=implementation,
+        **options,
+    )  # fmt: skip
+    for i, n in enumerate((5, 9)):
+        keys, values = key[i, :, :n], value[i, :, :n]
+        expected = flash_attention(query[i], keys, values, alibi_slopes=slopes[i], **options)
+        torch.testing.assert_close(out[i], expected)
+
+
 def test_mistaken_lengths() -> None:
     query, key, value = cache(2)
     lengths = torch.tensor([5, 9], device=DEVICE)
