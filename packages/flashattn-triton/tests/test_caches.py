@@ -120,6 +120,17 @@ def test_each_row_may_have_slopes_of_its_own(implementation: Any) -> None:
         torch.testing.assert_close(out[i], expected)
 
 
+def test_vmap_over_lengths() -> None:
+    query, key, value = cache(2)
+    lengths = torch.tensor([[5, 9], [24, 1]], device=DEVICE)
+
+    def attend(own: Tensor) -> Tensor:
+        return flash_attention(query, key, value, key_lengths=own, layout="bshd")
+
+    expected = torch.stack([attend(own) for own in lengths])
+    torch.testing.assert_close(torch.vmap(attend)(lengths), expected)
+
+
 def test_mistaken_lengths() -> None:
     query, key, value = cache(2)
     lengths = torch.tensor([5, 9], device=DEVICE)
