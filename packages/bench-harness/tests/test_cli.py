@@ -318,3 +318,19 @@ def test_env_and_version(bench: Bench) -> None:
     assert shown.returncode == 0
     assert "environment id" in shown.stdout
     assert bench("--version").stdout.startswith("bench-harness 0.")
+
+
+def test_a_terminal_without_dashes_gets_the_whole_run(
+    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """A label may hold what an encoding does not: it is shown otherwise, and the run goes on."""
+    command, environment = command_line
+    done = subprocess.run(
+        [*command, "attention", "--dry-run", "--sequences", "8,16", "--variants", "naive"],
+        env={**environment, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "s8?16" in done.stdout
