@@ -197,7 +197,7 @@ def _measure(
     ] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds per case, instead of its own.", show_default=False),
+        typer.Option(min=0.1, max=1e6, help="Seconds per case, not its own.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
