@@ -148,7 +148,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["run", "quik"], "assignment, attention, memory, "),
         (
             ["run", "none.toml"],
-            "preset none.toml must be a readable file, but got an error: No such",
+            "preset none.toml must be a file in UTF-8, but got an error: No such",
         ),
         (
             ["report", "nowhere"],

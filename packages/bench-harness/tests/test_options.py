@@ -147,7 +147,7 @@ def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.Monke
         ("[toy", "must be TOML"),
         ("[toy.cuda]\nkind = 3", "option must be one of .*, but got 'kind'"),
         ('description = "x"', "must name at least one experiment"),
-        ("[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
+        ("\ufeff[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
         ("toy = 3", "toy must be a table of options, but got 3"),
         ("[toy]\nkinds = [3]", "toy: kinds must be a list of str, but got \\[3\\]"),
     ],
