@@ -142,6 +142,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--kinds", "ok,odd"], "toy: kinds must be one of ok, slow, raises"),
         (["toy", "--repeats", "many"], "toy: repeats must be of type int, but got 'many'"),
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
+        (["model", "--sizes", ""], "options must give at least one case, but got none"),
         (["toy", "--timeout", "inf"], "Invalid value for '--timeout'"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),

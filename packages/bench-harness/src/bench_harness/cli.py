@@ -207,6 +207,8 @@ def _measure(
     from bench_harness import session
 
     name, cases, chosen, preset = planned
+    if not cases:
+        raise ValueError("options must give at least one case, but got none. Name a size.")
     request = session.Request(
         name=name,
         cases=user_code.identified(cases),

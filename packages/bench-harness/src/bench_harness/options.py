@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import inspect
+import math
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -115,6 +116,8 @@ def _checked(option: Declared, value: Any, written: bool) -> Any:
         value = [value]
     found = converted(option.name, value, option.hint, written=written)
     for item in found if many else [found]:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{option.name} must be finite, but got {item}. Correct it.")
         if option.choices is not None and item not in option.choices:
             raise ValueError(
                 f"{option.name} must be one of {', '.join(option.choices)}, but got {item!r}. "
