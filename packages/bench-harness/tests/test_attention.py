@@ -332,9 +332,9 @@ def test_an_installed_package_registers_an_implementation(
         ({"window": (1,)}, "window must be two numbers of keys"),
         (
             {"features": ("bias",), "packed": (3, 4)},
-            "features must name .* packed sequences only plain and",
+            "features must name at least one, .* plain or deterministic, but got bias",
         ),
-        ({"rounds": 0}, "rounds must be at least 1, but got 0"),
+        ({"rounds": 0}, "rounds must be positive, but got 0"),
     ],
 )
 def test_bad_options_name_what_is_valid(options: dict[str, Any], message: str) -> None:

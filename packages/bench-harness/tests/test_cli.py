@@ -142,12 +142,14 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["toy", "--kinds", "ok,odd"], "toy: kinds must be one of ok, slow, raises"),
         (["toy", "--repeats", "many"], "toy: repeats must be of type int, but got 'many'"),
         (["toy", "--repeats", "0"], "toy: repeats must be at least 1, but got 0"),
+        (["model", "--sizes", ""], "options must give at least one case, but got none"),
+        (["toy", "--timeout", "inf"], "Invalid value for '--timeout'"),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
         (["run", "quik"], "assignment, attention, memory, "),
         (
             ["run", "none.toml"],
-            "preset none.toml must be a readable file, but got an error: No such",
+            "preset none.toml must be a file in UTF-8, but got an error: No such",
         ),
         (
             ["report", "nowhere"],
@@ -318,3 +320,19 @@ def test_env_and_version(bench: Bench) -> None:
     assert shown.returncode == 0
     assert "environment id" in shown.stdout
     assert bench("--version").stdout.startswith("bench-harness 0.")
+
+
+def test_a_terminal_without_dashes_gets_the_whole_run(
+    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> None:
+    """A label may hold what an encoding does not: it is shown otherwise, and the run goes on."""
+    command, environment = command_line
+    done = subprocess.run(
+        [*command, "attention", "--dry-run", "--sequences", "8,16", "--variants", "naive"],
+        env={**environment, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "s8?16" in done.stdout

@@ -57,6 +57,7 @@ def test_defaults_fill_what_is_not_given(toy: Experiment) -> None:
         ({"repeats": 1.5}, "toy: repeats must be of type int, but got 1.5"),
         ({"repeats": 0}, "toy: repeats must be at least 1, but got 0"),
         ({"flag": 1}, "toy: flag must be of type bool, but got 1"),
+        ({"seconds": float("nan")}, "toy: seconds must be finite, but got nan"),
     ],
 )
 def test_wrong_options_name_what_is_valid(
@@ -64,6 +65,17 @@ def test_wrong_options_name_what_is_valid(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         options.build(toy, given)
+
+
+@pytest.mark.parametrize("name", ["model", "memory", "profile", "train-step", "attention"])
+def test_a_measurement_of_nothing_is_refused(name: str) -> None:
+    batch = "batches" if name == "train-step" else "batch"
+    for option in ("sequences", batch):
+        with pytest.raises(ValueError, match=rf"{name}: {option} must be positive, but got .*-4"):
+            options.build(experiments.get(name), {option: -4})
+    for given in ({"samples": 0}, {"sizes_mb": [0.5, 0]}, {"world_sizes": [0]}):
+        with pytest.raises(ValueError, match=r"allreduce: .* must be positive, but got "):
+            options.build(experiments.get("allreduce"), given)
 
 
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
@@ -147,7 +159,7 @@ def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.Monke
         ("[toy", "must be TOML"),
         ("[toy.cuda]\nkind = 3", "option must be one of .*, but got 'kind'"),
         ('description = "x"', "must name at least one experiment"),
-        ("[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
+        ("\ufeff[tyo]", "experiment must be one of .*toy.*, but got 'tyo'"),
         ("toy = 3", "toy must be a table of options, but got 3"),
         ("[toy]\nkinds = [3]", "toy: kinds must be a list of str, but got \\[3\\]"),
     ],

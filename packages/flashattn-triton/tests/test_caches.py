@@ -99,6 +99,36 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
         flash_attn_with_kvcache(query, key, value, block_table=lengths)
     with pytest.raises(ValueError, match="v must be a tensor where the other one is"):
         flash_attn_with_kvcache(query, key, value, new_keys)
+    wrong = (new_values[:, :1], new_values[:1], new_values[:, :, :1], new_values.double())
+    for each in wrong:  # none of them is broadcast or cast into the cache
+        with pytest.raises(ValueError, match=r"v must be torch.float32 of shape \(2, 2, 2, 8\)"):
+            flash_attn_with_kvcache(query, key, value, new_keys, each, cache_seqlens=lengths)
+
+
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_each_row_may_have_slopes_of_its_own(implementation: Any) -> None:
+    query, key, value = cache(2, 1)
+    slopes, lengths = torch.rand(2, 1, 4, device=DEVICE), torch.tensor([[5], [9]], device=DEVICE)
+    options: dict[str, Any] = {"causal": "bottom-right", "layout": "bshd"}
+    out = flash_attention(
+        query, key, value, alibi_slopes=slopes, key_lengths=lengths, implementation=implementation,
+        **options,
+    )  # fmt: skip
+    for i, n in enumerate((5, 9)):
+        keys, values = key[i, :, :n], value[i, :, :n]
+        expected = flash_attention(query[i], keys, values, alibi_slopes=slopes[i], **options)
+        torch.testing.assert_close(out[i], expected)
+
+
+def test_vmap_over_lengths() -> None:
+    query, key, value = cache(2)
+    lengths = torch.tensor([[5, 9], [24, 1]], device=DEVICE)
+
+    def attend(own: Tensor) -> Tensor:
+        return flash_attention(query, key, value, key_lengths=own, layout="bshd")
+
+    expected = torch.stack([attend(own) for own in lengths])
+    torch.testing.assert_close(torch.vmap(attend)(lengths), expected)
 
 
 def test_mistaken_lengths() -> None:

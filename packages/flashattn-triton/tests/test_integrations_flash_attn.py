@@ -318,6 +318,15 @@ def test_tokens_that_belong_to_no_sequence_are_kept_and_not_counted() -> None:
     assert (longest, used.tolist()) == (3, [2, 1])
 
 
+def test_a_mask_counts_tokens_whatever_numbers_it_holds_and_must_fit() -> None:
+    hidden, numbers = torch.randn(2, 4, 8), torch.tensor([[1, 1, 2, 0], [3, 0, 0, 0]])
+    tokens, _, starts, longest, used = flash_attn.unpad_input(hidden, numbers)
+    assert (len(tokens), starts.tolist()) == (4, [0, 3, 4])
+    assert (longest, used.tolist()) == (3, [3, 1])
+    with pytest.raises(ValueError, match=r"attention_mask must be of shape \(2, 4\), .* \(2, 3\)"):
+        flash_attn.unpad_input(hidden, numbers[:, :3])
+
+
 def test_other_names_of_flash_attn_say_what_to_write() -> None:
     with pytest.raises(ImportError, match=r"index the tensor: x\[indices\]"):
         from flashattn_triton.integrations.flash_attn import index_first_axis  # noqa: F401

@@ -114,6 +114,7 @@ UNSUPPORTED = [
     (lambda q, k, v: (q, k[:1], v[:1]), {}, "batch dimensions that broadcast"),
     (lambda q, k, v: (q[:, :, :0], k, v), {}, "empty tensors"),
     (lambda q, k, v: (x.repeat(1, 1, 1, 33) for x in (q, k, v)), {}, "head_dim above 256"),
+    (lambda q, k, v: (q, k, v), {"scale": torch.tensor(0.3)}, "a scale that is no number"),
 ]
 
 

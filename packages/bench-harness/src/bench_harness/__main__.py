@@ -9,6 +9,8 @@ def run() -> None:
 
     The command line is imported in here, because importing it takes a noticeable time too.
     """
+    for stream in (sys.stdout, sys.stderr):  # a label's dash must not end a run
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         from bench_harness.cli import main
 

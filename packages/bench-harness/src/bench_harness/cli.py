@@ -197,7 +197,7 @@ def _measure(
     ] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Seconds per case, instead of its own.", show_default=False),
+        typer.Option(min=0.1, max=1e6, help="Seconds per case, not its own.", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -207,6 +207,8 @@ def _measure(
     from bench_harness import session
 
     name, cases, chosen, preset = planned
+    if not cases:
+        raise ValueError("options must give at least one case, but got none. Name a size.")
     request = session.Request(
         name=name,
         cases=user_code.identified(cases),

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import inspect
+import math
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -115,6 +116,8 @@ def _checked(option: Declared, value: Any, written: bool) -> Any:
         value = [value]
     found = converted(option.name, value, option.hint, written=written)
     for item in found if many else [found]:
+        if isinstance(item, float) and not math.isfinite(item):
+            raise ValueError(f"{option.name} must be finite, but got {item}. Correct it.")
         if option.choices is not None and item not in option.choices:
             raise ValueError(
                 f"{option.name} must be one of {', '.join(option.choices)}, but got {item!r}. "
@@ -229,30 +232,23 @@ def load_preset(name: str) -> Preset:
     if name in shipped():
         return _parse(name, name, preset_text(name))
     if not name.endswith(".toml"):
-        raise ValueError(
-            f"preset must be one of {', '.join(shipped())}, or a file NAME.toml, but got {name!r}. "
-            "Correct the name."
-        )
+        valid = f"{', '.join(shipped())}, or a file NAME.toml"
+        raise ValueError(f"preset must be one of {valid}, but got {name!r}. Correct the name.")
     try:
-        return _parse(Path(name).stem, name, Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(
-            f"preset {name} must be a readable file, but got an error: {error.strerror}. Correct "
-            "the path."
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"preset {name} must be text in UTF-8, but got other bytes. Save it as UTF-8."
-        ) from None
+        text = Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", error)
+        text = f"preset {name} must be a file in UTF-8, but got an error: {reason}. Correct it."
+        raise ValueError(text) from None
+    return _parse(Path(name).stem, name, text)
 
 
 def _parse(name: str, source: str, toml: str) -> Preset:
     try:
         content = tomllib.loads(toml)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(
-            f"preset {source} must be TOML, but got an error: {error}. Correct it."
-        ) from None
+        text = f"preset {source} must be TOML, but got an error: {error}. Correct it."
+        raise ValueError(text) from None
     description = content.pop("description", "")
     runs, has_gpu = [], gpu_count() > 0
     for experiment_name, tables in content.items():

@@ -409,6 +409,8 @@ def _attend_to_packed_rows(
     else:
         refuse_with_packed_rows("key_lengths", **others, document_ids=document_ids)
         places = places_of_cache(key_lengths, rows)
+        if alibi_slopes is not None and alibi_slopes.shape[:-1] == key_lengths.shape:
+            alibi_slopes = alibi_slopes.flatten(0, -2).repeat_interleave(2, 0)  # a row is two
     q, k, v = (x.flatten(0, -3) for x in rows)
     out, lse = flash_attention_varlen(
         q, k, v, *places, return_lse=True, alibi_slopes=alibi_slopes, sinks=sinks, **keywords

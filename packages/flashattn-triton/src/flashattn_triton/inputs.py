@@ -157,6 +157,8 @@ def check_starts(
         return
     if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:
         return  # fake tensors have no values; those of DTensors are checked where they are local
+    if any(torch._C._functorch.is_batchedtensor(x) for x in (cu_seqlens_q, cu_seqlens_k)):
+        return  # vmap's rule checks each element
     for side, starts, total, limit in (
         ("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
         ("k", cu_seqlens_k, key.shape[0], max_seqlen_k),

@@ -40,7 +40,7 @@ MAX_HEAD_DIM_BACKWARD = 512
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Of scale and soft-cap: kernels compute in fp32 with either, its inverse, and their product or
 # quotient, all times log2(e).
-_LARGEST_FACTOR = 1e18
+LARGEST_FACTOR = 1e18
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -324,9 +324,9 @@ def _is_number(x: object) -> bool:
 def _normalise_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim or 1)  # an empty one is refused with the other shapes
-    if not _is_number(scale) or not abs(scale) <= _LARGEST_FACTOR:
+    if not _is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
         raise ValueError(
-            f"scale must be a finite number of at most {_LARGEST_FACTOR:.0e} in size, or None, "
+            f"scale must be a finite number of at most {LARGEST_FACTOR:.0e} in size, or None, "
             f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
         )
     return float(scale)
@@ -351,10 +351,10 @@ def _normalise_window(window: Any) -> tuple[int | None, int | None]:
 def _normalise_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not _is_number(softcap) or not 1 / _LARGEST_FACTOR <= softcap <= _LARGEST_FACTOR:
+    if not _is_number(softcap) or not 1 / LARGEST_FACTOR <= softcap <= LARGEST_FACTOR:
         raise ValueError(
-            f"softcap must be a finite number > 0 (from {1 / _LARGEST_FACTOR:.0e} to "
-            f"{_LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
+            f"softcap must be a finite number > 0 (from {1 / LARGEST_FACTOR:.0e} to "
+            f"{LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
             f"soft-cap, which is 0.0 in flash-attn."
         )
     return float(softcap)

@@ -86,11 +86,7 @@ class Options(SamplingOptions, DeviceOptions):
     def __post_init__(self) -> None:
         for name in self.variants:
             attentions.check(name)
-        for name in ("rounds", "samples", "heads", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
-                )
+        DeviceOptions.__post_init__(self)
         plain = self.features == ("plain",) and not self.packed
         if self.varying and not (plain and len(self.sequences) > 1 and self.varying > 1):
             raise ValueError(
@@ -106,9 +102,8 @@ class Options(SamplingOptions, DeviceOptions):
         of_packed = {"plain", "deterministic"}
         if not self.features or (self.packed and not of_packed.issuperset(self.features)):
             raise ValueError(
-                f"features must name at least one, and of packed sequences only plain and "
-                f"deterministic, but got {', '.join(self.features) or 'none'}. Write features "
-                f"plain."
+                f"features must name at least one, of packed sequences plain or deterministic, but got "
+                f"{', '.join(self.features) or 'none'}. Write features plain."
             )
         if len(self.window) not in (0, 2) or any(side < -1 for side in self.window):
             raise ValueError(

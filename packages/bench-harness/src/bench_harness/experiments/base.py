@@ -26,6 +26,9 @@ from bench_harness.workload import DIMENSIONS, too_large
 if TYPE_CHECKING:
     import pandas as pd
 
+#: Options of which nothing, or less, is no measurement.
+_COUNTS = "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
@@ -36,6 +39,12 @@ class DeviceOptions:
         "Where to run; ranks talk over gloo on cpu and over NCCL on cuda.",
         choices=("auto", "cpu", "cuda"),
     )
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS.split():
+            held = getattr(self, name, ())
+            if min(held if isinstance(held, tuple) else (held,), default=1) <= 0:
+                raise ValueError(f"{name} must be positive, but got {held}. Raise it.")
 
     def stored(self, names: str) -> Row:
         """Options, by names with spaces between, as a case keeps them, and the device there is."""
@@ -69,6 +78,7 @@ class SubjectOptions(DeviceOptions):
     vocab_size: int = option(10_000, "Vocabulary.")
 
     def __post_init__(self) -> None:
+        DeviceOptions.__post_init__(self)
         if (self.model is None) != (self.input is None):
             raise ValueError(
                 f"model and input must be given together, but got model={self.model!r} and "

@@ -122,11 +122,6 @@ class Options(SubjectOptions, SamplingOptions):
                 f"loss must be package.module:function beside model, but got {self.loss!r}, which "
                 "describes the built-in language model. Leave it out, or name a function."
             )
-        for name in ("rounds", "blocks", "calls"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, but got {getattr(self, name)}. Raise it."
-                )
         of.labels(self.settings())
 
     def settings(self) -> list[of.Settings]:

@@ -261,6 +261,14 @@ def flash_attn_with_kvcache(
     filled = (0 if k is not None else k_cache.shape[1]) if cache_seqlens is None else cache_seqlens
     lengths = torch.as_tensor(filled, device=q.device).expand(len(q))
     if k is not None and v is not None:
+        for name, x, cached in (("k", k, k_cache), ("v", v, v_cache)):
+            shape = (len(q), k.shape[1], *cached.shape[2:])
+            if x.shape != shape or x.dtype != cached.dtype:
+                raise ValueError(
+                    f"{name} must be {cached.dtype} of shape {shape}, as {name}_cache with k's "
+                    f"tokens, but got {x.dtype} of shape {tuple(x.shape)}. Pass one of each row "
+                    f"and key head."
+                )
         rows = torch.arange(len(q), device=q.device)[:, None]
         places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[rows, places], v_cache[rows, places] = k, v
@@ -286,12 +294,17 @@ def unpad_input(
         int32, the length of the longest sequence, and the lengths (B,) int32 without unused
         tokens.
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    if attention_mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"attention_mask must be of shape {tuple(hidden_states.shape[:2])}, as the first two "
+            f"dimensions of hidden_states, but got {tuple(attention_mask.shape)}. Slice or pad it."
+        )
+    kept = (attention_mask if unused_mask is None else attention_mask + unused_mask) != 0
     lengths = kept.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     starts = F.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
-    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    used = (attention_mask != 0).sum(dim=-1, dtype=torch.int32)
     return hidden_states.flatten(0, 1).index_select(0, indices), indices, starts, longest, used
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import DTYPES, MAX_HEAD_DIMS, broadcasts
+from flashattn_triton.problem import DTYPES, LARGEST_FACTOR, MAX_HEAD_DIMS, broadcasts
 
 
 @dataclass
@@ -172,6 +172,9 @@ class _Call:
                 return f"head_dim above {limit}"
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
+        scale = 0 if self.scale is None else self.scale
+        if not isinstance(scale, float | int) or not abs(scale) <= LARGEST_FACTOR:
+            return f"a scale that is no number of at most {LARGEST_FACTOR:.0e} in size"
         mask = self.attn_mask
         if mask is None:
             return None
