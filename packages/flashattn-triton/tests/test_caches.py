@@ -103,6 +103,12 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
     for each in wrong:  # none of them is broadcast or cast into the cache
         with pytest.raises(ValueError, match=r"v must be torch.float32 of shape \(2, 2, 2, 8\)"):
             flash_attn_with_kvcache(query, key, value, new_keys, each, cache_seqlens=lengths)
+    if DEVICE == "cpu":  # on a GPU an assertion of the device, after which the process is lost
+        for place in (-1, key.shape[1] - 1):
+            with pytest.raises(RuntimeError, match="out of bounds"):
+                flash_attn_with_kvcache(
+                    query, key, value, new_keys, new_values, cache_seqlens=place
+                )
 
 
 @pytest.mark.parametrize("implementation", ["tiled", "reference"])

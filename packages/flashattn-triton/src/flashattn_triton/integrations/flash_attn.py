@@ -269,9 +269,9 @@ def flash_attn_with_kvcache(
                     f"tokens, but got {x.dtype} of shape {tuple(x.shape)}. Pass one of each row "
                     f"and key head."
                 )
-        rows = torch.arange(len(q), device=q.device)[:, None]
-        places = lengths[:, None] + torch.arange(k.shape[1], device=q.device)
-        k_cache[rows, places], v_cache[rows, places] = k, v
+        places = (lengths[:, None] + torch.arange(k.shape[1], device=q.device))[..., None, None]
+        for cached, x in ((k_cache, k), (v_cache, v)):
+            cached.scatter_(1, places.expand_as(x), x)  # places outside are an error
         lengths = lengths + k.shape[1]
     flag = normalise_flag("return_softmax_lse", return_softmax_lse)
     return flash_attention(
