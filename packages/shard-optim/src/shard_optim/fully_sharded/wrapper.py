@@ -261,7 +261,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         """Within it, backward keeps whole gradients on this rank and communicates none.
 
         For gradient accumulation at the price of memory: the first backward outside it reduces
-        the sum. Without it, every backward adds to the shards in ``.grad``.
+        the sum. Until then ``.grad`` refuses to be used; ``zero_grad()`` drops what was kept.
+        Without it, every backward adds to the shards in ``.grad``.
         """
         before, self.schedule.paused = self.schedule.paused, True
         try:
