@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +31,7 @@ from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
 from shard_optim.parameter_groups import Groups, all_params
 from shard_optim.place import SHARDED, Place
+from shard_optim.refused_gradient import GradientShard
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -167,6 +169,25 @@ def say_once(told: Any, what: str, ranks: Mesh) -> None:
             ranks.shards.size,
             _REMEDY,
         )
+
+
+class OwnPart(Tensor):
+    """A shard in a state dict, which ``torch.distributed.checkpoint`` refuses by names it asks for.
+
+    It takes tensors of one name for equal ones, and loads one rank's into all ranks, in place.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # A copy, and what is saved to a file, is an ordinary tensor.
+    __deepcopy__, __reduce_ex__ = GradientShard.__deepcopy__, GradientShard.__reduce_ex__
+
+    def __create_write_items__(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "torch.distributed.checkpoint must be given whole tensors, but got the shards of a "
+            f"FullyShardedDataParallel, of which it would keep one rank's. {_REMEDY}"
+        )
+
+    __create_chunk_list__ = __create_write_items__
 
 
 def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
