@@ -124,6 +124,32 @@ def check_dropped_accumulation(rank, world_size, settings):
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def check_returned_parameter(rank, world_size, settings):
+    """A parameter that the model returns gets its average, and no hook more in each forward."""
+
+    def work(model, step):
+        output, scale = model(batch(step, rank))
+        (output.square().mean() * scale if step else (rank + 1) * scale).backward()
+
+    class ReturnsParameter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = net(), nn.Parameter(torch.ones(()))
+
+        def forward(self, tokens):
+            return self.inner(tokens), self.scale
+
+    expected, model = ReturnsParameter(), ReturnsParameter()
+    expected.load_state_dict(model.state_dict())
+    model = FullyShardedDataParallel(model, **settings)
+    for step in range(3):
+        work(expected, step)
+        average_gradients(expected)
+        work(model, step)
+        torch.testing.assert_close(model.module.scale.grad, expected.scale.grad)
+    assert len(model.module.scale._backward_hooks) == 1
+
+
 def check_evaluation(rank, world_size, settings):
     """Forwards without gradients between training steps change nothing and give the same."""
     outputs = []
@@ -426,6 +452,7 @@ CHECKS = [
         for in_place in (False, True)
     ),
     *((f"no_sync {s}", check_no_sync, (s,)) for s in SETTINGS),
+    *((f"returned {s}", check_returned_parameter, (s,)) for s in SETTINGS),
     *((f"dropped {s}", check_dropped_accumulation, (s,)) for s in SETTINGS),
     *((f"evaluation {s}", check_evaluation, (s,)) for s in SETTINGS),
     *(
