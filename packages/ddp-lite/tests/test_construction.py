@@ -218,6 +218,22 @@ def transparent(rank: int, world_size: int, name: str) -> None:
             refuse(wrapped)
     wrapped.eval()
     assert not model[1].training
+    wrapped.label = "outer"
+    assert model.label == "outer"
+    wrapped.register_buffer("scale", torch.ones(1))
+    assert model.state_dict().keys() == wrapped.state_dict().keys() == {*saved, "scale"}
+    wrapped.own = 1
+    assert "own" not in vars(model)
+    head = model[2]
+    wrapped.add_module("2", nn.Linear(3, 2))
+    with pytest.raises(ModelMismatchError, match=r"2\.weight was replaced"):
+        wrapped(torch.ones(2, 3))
+    model[2] = head
+    wrapped.extra = nn.Linear(1, 1)
+    with pytest.raises(ModelMismatchError, match=r"extra\.weight was added"):
+        wrapped(torch.ones(2, 3))
+    del model.extra
+
     wrapped.train()
 
     assert wrapped.detach() is model

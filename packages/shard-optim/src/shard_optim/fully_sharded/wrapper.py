@@ -175,6 +175,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._say_where_parameters_lie(small)
         schedule = self.schedule  # which does not hold this wrapper
         hook_state_dicts(module, self.ranks, lambda: schedule.generation)
+        self.pass_on()
 
     # --- training ----------------------------------------------------------------------------
 
