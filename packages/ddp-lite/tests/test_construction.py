@@ -41,6 +41,11 @@ def bad_modules(rank: int, world_size: int, name: str) -> None:
     expect(ValueError, "weight is on the meta device", lambda: wrapper(hollow))
     expect(ValueError, "weight is uninitialised", lambda: wrapper(nn.LazyLinear(3)))
     expect(ValueError, "sparse=False", lambda: wrapper(nn.Embedding(3, 3, sparse=True)))
+    buffers = (torch.ones(1).expand(3, 3), torch.eye(3).to_sparse())
+    for buffer, layout in zip(buffers, ("torch.strided", "torch.sparse_coo"), strict=True):
+        plain.register_buffer("mask", buffer)
+        expect(ValueError, f"mask has layout {layout}.*contiguous copy", lambda: wrapper(plain))
+        del plain.mask
     words = "one of .*'skip-if-all'.*but got 'ignore'"
     expect(ValueError, words, lambda: wrapper(plain, missing_gradients="ignore"))
 
@@ -213,11 +218,6 @@ def transparent(rank: int, world_size: int, name: str) -> None:
     parent.load_state_dict(whole)
     assert torch.equal(model[0].weight, saved["0.weight"])
 
-    for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
-        with pytest.raises(TypeError, match=r"wrapped\.state_dict\(\)"):
-            refuse(wrapped)
-    wrapped.eval()
-    assert not model[1].training
     wrapped.label = "outer"
     assert model.label == "outer"
     wrapped.register_buffer("scale", torch.ones(1))
@@ -234,6 +234,11 @@ def transparent(rank: int, world_size: int, name: str) -> None:
         wrapped(torch.ones(2, 3))
     del model.extra
 
+    for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match=r"wrapped\.state_dict\(\)"):
+            refuse(wrapped)
+    wrapped.eval()
+    assert not model[1].training
     wrapped.train()
 
     assert wrapped.detach() is model

@@ -69,8 +69,9 @@ def all_to_all(
 
 
 def as_sent(values: Tensor) -> Tensor:
-    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+    """The vector, or its bytes unless all back ends know its dtype, such as float8 and int16."""
+    known = values.is_floating_point() and values.dtype.itemsize > 1
+    return values if known else values.view(torch.uint8)
 
 
 def check_gradient(grad: Tensor | None, name: str) -> None:
