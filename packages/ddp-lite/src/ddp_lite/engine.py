@@ -213,7 +213,21 @@ class Engine:
         weakref.finalize(self, remove_all, self._hooks).atexit = False
 
     def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Averages the gradients of these parameters from here on."""
+        """Averages the gradients of these parameters from here on.
+
+        Raises:
+            UnfinishedSynchronizationError: a parameter was frozen that holds gradient which
+                ``no_sync`` has accumulated, and which would stay this rank's own.
+        """
+        for spec, mark, parameter in zip(
+            self.specs, self.arrivals.marks, self.parameters, strict=True
+        ):
+            if mark == ACCUMULATED and parameter.grad is not None and not parameter.requires_grad:
+                raise UnfinishedSynchronizationError(
+                    "a parameter must be trainable until gradients that no_sync() has accumulated "
+                    f"are averaged, but {spec.name} was frozen before. Freeze it after the next "
+                    "backward outside no_sync(), or drop the gradients by zero_grad()"
+                )
         self.detach()
         named = list(named)
         self.parameters = [parameter for _, parameter in named]
