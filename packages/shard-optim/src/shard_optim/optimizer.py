@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -267,6 +267,11 @@ class ShardedOptimizer(Optimizer):
                 "Pass module.parameters(), which yields tied parameters once."
             )
         for index, param in enumerate(params, start=first):
+            if param.is_complex():
+                raise ValueError(
+                    f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
+                    "Make torch.view_as_real() of it the parameter."
+                )
             if self._constructed and not self._over_shards and sharded_of(param) is not None:
                 raise ValueError(
                     "parameters must be whole like those of the other groups, but "
@@ -490,6 +495,12 @@ class ShardedOptimizer(Optimizer):
         ``shard_optim.save`` and ``full_state`` take the parts of all ranks.
 
         Returns:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer holds a process group and cannot be pickled or copied. Save its "
+            "state by shard_optim.save() or full_state(), and make another one."
+        )
+
             ``state`` by parameter number, ``param_groups`` as in a plain state dict, and ``shard``,
             which says whose part it is (``origin.py``).
         """
