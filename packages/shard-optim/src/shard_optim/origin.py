@@ -311,8 +311,9 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if known.sharded.history.in_backward:
         raise RuntimeError(
             "an optimizer over the parameters of a FullyShardedDataParallel must step after "
-            f"backward, but {type(optimizer).__name__} stepped in a hook during it, where "
-            "gradients are this rank's own and not averaged yet. Call step() after backward."
+            f"backward, but {type(optimizer).__name__} stepped in a hook during it, or the model's "
+            "outputs hide their tensors, so gradients are this rank's own and not averaged yet. "
+            "Call step() after backward, and finish_gradient_synchronization() if they are hidden."
         )
     if known.steps == 0:
         known.check_first(optimizer)
