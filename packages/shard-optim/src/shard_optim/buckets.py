@@ -155,10 +155,7 @@ class Bucket:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
             self._gather = self._ranks.together(
-                self._gather_words,
-                self._communication.all_gather,
-                [self.flat],
-                [self.owned],
+                self._gather_words, self._communication.all_gather, [self.flat], [self.owned]
             )
 
     @property

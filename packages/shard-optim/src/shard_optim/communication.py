@@ -9,11 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from ddp_lite.errors import PeerFailureError
 from ddp_lite.ranks import Ranks, all_reduce, asynchronous, backend_for
@@ -191,11 +187,7 @@ _TOLERANCES = (1e-5, 1e-3)
 
 
 def check_first_step(
-    params: Sequence[Tensor],
-    *,
-    gradients: bool,
-    name_of: Callable[[int], str],
-    ranks: Ranks,
+    params: Sequence[Tensor], *, gradients: bool, name_of: Callable[[int], str], ranks: Ranks
 ) -> None:
     """Compares the norms of weights and gradients over the ranks, by one all-reduce. Collective.
 

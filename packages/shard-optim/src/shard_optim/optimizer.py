@@ -43,13 +43,7 @@ from shard_optim.origin import (
     sharded_in,
     sharded_of,
 )
-from shard_optim.parameter_groups import (
-    all_params,
-    as_groups,
-    by_number,
-    describe_groups,
-    name_of,
-)
+from shard_optim.parameter_groups import all_params, as_groups, by_number, describe_groups, name_of
 from shard_optim.place import check_layout
 from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
@@ -267,16 +261,16 @@ class ShardedOptimizer(Optimizer):
                 "Pass module.parameters(), which yields tied parameters once."
             )
         for index, param in enumerate(params, start=first):
-            if param.is_complex():
-                raise ValueError(
-                    f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
-                    "Make torch.view_as_real() of it the parameter."
-                )
             if self._constructed and not self._over_shards and sharded_of(param) is not None:
                 raise ValueError(
                     "parameters must be whole like those of the other groups, but "
                     f"{self.name_of(index)} is one of a FullyShardedDataParallel. Make an "
                     "optimizer for each model."
+                )
+            if param.is_complex():
+                raise ValueError(
+                    f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
+                    "Make torch.view_as_real() of it the parameter."
                 )
             check_layout(param, self.name_of(index))
 
@@ -495,17 +489,17 @@ class ShardedOptimizer(Optimizer):
         ``shard_optim.save`` and ``full_state`` take the parts of all ranks.
 
         Returns:
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a ShardedOptimizer holds a process group and cannot be pickled or copied. Save its "
-            "state by shard_optim.save() or full_state(), and make another one."
-        )
-
             ``state`` by parameter number, ``param_groups`` as in a plain state dict, and ``shard``,
             which says whose part it is (``origin.py``).
         """
         self.wait()
         return super().state_dict()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer holds a process group and cannot be pickled or copied. Save its "
+            "state by shard_optim.save() or full_state(), and make another one."
+        )
 
     def _tell_part(self, state_dict: dict[str, Any]) -> None:
         """The first hook on ``state_dict()``: adds master copies and whose part it is."""
