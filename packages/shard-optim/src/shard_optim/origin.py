@@ -172,10 +172,7 @@ def say_once(told: Any, what: str, ranks: Mesh) -> None:
 
 
 class OwnPart(Tensor):
-    """A shard in a state dict, which ``torch.distributed.checkpoint`` refuses by names it asks for.
-
-    It takes tensors of one name for equal ones, and loads one rank's into all ranks, in place.
-    """
+    """A shard in a state dict; ``torch.distributed.checkpoint`` would load one rank's into all."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     # A copy, and what is saved to a file, is an ordinary tensor.
