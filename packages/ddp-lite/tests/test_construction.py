@@ -41,6 +41,11 @@ def bad_modules(rank: int, world_size: int, name: str) -> None:
     expect(ValueError, "weight is on the meta device", lambda: wrapper(hollow))
     expect(ValueError, "weight is uninitialised", lambda: wrapper(nn.LazyLinear(3)))
     expect(ValueError, "sparse=False", lambda: wrapper(nn.Embedding(3, 3, sparse=True)))
+    buffers = (torch.ones(1).expand(3, 3), torch.eye(3).to_sparse())
+    for buffer, layout in zip(buffers, ("torch.strided", "torch.sparse_coo"), strict=True):
+        plain.register_buffer("mask", buffer)
+        expect(ValueError, f"mask has layout {layout}.*contiguous copy", lambda: wrapper(plain))
+        del plain.mask
     words = "one of .*'skip-if-all'.*but got 'ignore'"
     expect(ValueError, words, lambda: wrapper(plain, missing_gradients="ignore"))
 
@@ -212,6 +217,22 @@ def transparent(rank: int, world_size: int, name: str) -> None:
         model[0].weight.fill_(9)
     parent.load_state_dict(whole)
     assert torch.equal(model[0].weight, saved["0.weight"])
+
+    wrapped.label = "outer"
+    assert model.label == "outer"
+    wrapped.register_buffer("scale", torch.ones(1))
+    assert model.state_dict().keys() == wrapped.state_dict().keys() == {*saved, "scale"}
+    wrapped.own = 1
+    assert "own" not in vars(model)
+    head = model[2]
+    wrapped.add_module("2", nn.Linear(3, 2))
+    with pytest.raises(ModelMismatchError, match=r"2\.weight was replaced"):
+        wrapped(torch.ones(2, 3))
+    model[2] = head
+    wrapped.extra = nn.Linear(1, 1)
+    with pytest.raises(ModelMismatchError, match=r"extra\.weight was added"):
+        wrapped(torch.ones(2, 3))
+    del model.extra
 
     for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match=r"wrapped\.state_dict\(\)"):

@@ -1,5 +1,6 @@
 """Accumulation, checkpointing, mixed precision, dtypes, hooks, uneven inputs."""
 
+import dataclasses
 import itertools
 import time
 
@@ -155,6 +156,32 @@ def test_both_kinds_of_activation_checkpointing(
     name: str, reentrant: bool, auto_finish: bool
 ) -> None:
     run_case(checkpointing, 2, CHECKPOINTS, name, reentrant, auto_finish)
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Described(Checkpointed):
+    """Returns a data class of its own."""
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(super().forward(x))
+
+
+def data_classes(rank: int, world_size: int, name: str) -> None:
+    wrapped = EVERY[name](Described(reentrant=True), missing_gradients="error")
+    expected = Checkpointed(reentrant=False)
+    for r in range(world_size):
+        (expected(batch(r)).sum() / world_size).backward()
+    wrapped(batch(rank)).value.sum().backward()
+    assert_gradients(wrapped, [p.grad for p in expected.parameters()])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_reentrant_checkpoints_in_a_module_that_returns_a_data_class(name: str) -> None:
+    run_case(data_classes, 2, EVERY, name)
 
 
 class Mixed(nn.Module):

@@ -165,3 +165,32 @@ def test_wrappers_of_compiled_modules_are_freed(wrapper) -> None:
     del wrapped
     gc.collect()
     assert alive() is None
+
+
+class ReturnsParameter(nn.Module):
+    """Returns a parameter beside its output, as contrastive models do with their temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = mlp(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), self.scale
+
+
+@pytest.mark.parametrize("wrapper", ALL)
+def test_a_parameter_that_is_returned_keeps_nothing(wrapper: Callable[..., nn.Module]) -> None:
+    module = ReturnsParameter()
+    wrapped = wrapper(module)
+    for _ in range(2):
+        output, scale = wrapped(torch.ones(2, 4))
+        (output.sum() * scale).backward()
+    assert not module.scale._backward_hooks
+    engine = weakref.ref(wrapped._engine)
+    wrapped.detach()
+    del wrapped, output, scale
+    assert engine() is None
+    with CommDebugMode() as sent:
+        output, scale = module(torch.ones(2, 4))
+        (output.sum() * scale).backward()
+    assert sent.get_total_counts() == 0

@@ -196,3 +196,26 @@ def sparse(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_sparse_gradients_are_refused_by_name(name: str) -> None:
     run_case(sparse, 2, ALL, name)
+
+
+def frozen_while_accumulating(rank: int, world_size: int, name: str) -> None:
+    wrapped = ALL[name](Branches())
+    with wrapped.no_sync():
+        wrapped(torch.full((2, 3), rank + 1.0), left=True).sum().backward()
+    wrapped.module.left.requires_grad_(False)
+    with pytest.raises(UnfinishedSynchronizationError, match=r"left\.weight was frozen before"):
+        wrapped(torch.ones(2, 3), left=True)
+
+    wrapped = ALL[name](wrapped.detach().requires_grad_())
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 3), left=True).sum().backward()
+    wrapped.zero_grad()
+    wrapped.module.left.requires_grad_(False)
+    wrapped(torch.full((2, 3), rank + 1.0), left=True).sum().backward()
+    assert wrapped.module.left.weight.grad is None
+    assert wrapped.module.shared.bias.grad.item() == 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_parameter_that_is_frozen_while_it_accumulates_is_named(name: str) -> None:
+    run_case(frozen_while_accumulating, 2, ALL, name)

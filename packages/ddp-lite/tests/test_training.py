@@ -196,6 +196,25 @@ def test_buffers_start_equal_and_synchronise_on_request() -> None:
     run_ranks(buffers, 2)
 
 
+def buffers_of_any_dtype(rank: int, world_size: int) -> None:
+    model = nn.Linear(2, 2)
+    names = ("int16", "uint16", "uint32", "bool", "complex64", "bfloat16", "float8_e4m3fn")
+    for name in names:
+        values = torch.full((3, 2), rank + 1.0).to(getattr(torch, name)).t()
+        model.register_buffer(f"{name}_values", values)
+        model.register_buffer(f"{name}_number", values[0, 0].clone())
+    wrapped = NaiveDDP(model)
+    for synchronise in (lambda: None, wrapped.sync_buffers):
+        synchronise()
+        for name, buffer in model.named_buffers():
+            assert bool((buffer.to(torch.complex64) == 1).all()), name
+            buffer.copy_(torch.full_like(buffer, rank + 1.0))
+
+
+def test_buffers_of_dtypes_that_gloo_does_not_know() -> None:
+    run_ranks(buffers_of_any_dtype, 2)
+
+
 def under_a_default_device(rank: int, world_size: int, name: str) -> None:
     model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 2))
     inputs = torch.full((2, 8), rank + 1.0)

@@ -1,5 +1,7 @@
 """``communication=``: everything that moves large tensors goes through what the user gives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,3 +85,42 @@ def given_and_default(rank, world_size):
 
 def test_stages_2_and_3_move_everything_through_it():
     run_ranks(given_and_default, 2)
+
+
+class Late(GroupCollectives):
+    """Gathers nothing before it is awaited, so that what is read too early is of before."""
+
+    def __init__(self, group):
+        super().__init__(Ranks(group, torch.device("cpu"), "test"))
+
+    def all_gather(self, wholes, parts, /):
+        gather = super().all_gather
+        return SimpleNamespace(wait=lambda: gather(wholes, parts).wait())
+
+
+def transformer_layers(rank, world_size):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, expected = nn.TransformerEncoder(layer, 2), nn.TransformerEncoder(layer, 2)
+    ours = ShardedOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        lr=0.1,
+        overlap="next-forward",
+        communication=Late(dist.group.WORLD),
+    )
+    ours.attach(model)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 8)
+    for _ in range(3):
+        for each, optimizer in ((model, ours), (expected, plain)):
+            optimizer.zero_grad()
+            each.train()(x).square().mean().backward()
+            optimizer.step()
+            each.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected(x))
+
+
+def test_layers_of_torch_that_read_parameters_of_modules_inside_them():
+    run_ranks(transformer_layers, 2)

@@ -123,7 +123,7 @@ def load_and_die(rank, world_size, folder, kind):
     if rank == 1 and kind == "checkpoint":
         saved_state.read_elements = die
     elif rank == 1:
-        mesh.broadcast = die
+        mesh.Mesh.broadcast = die
     with pytest.raises(CollectiveError) as caught:
         load(folder, optimizer=optimizer) if kind == "checkpoint" else load_whole_optimizer(
             optimizer, full

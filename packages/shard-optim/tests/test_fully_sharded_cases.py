@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -92,13 +93,61 @@ def check_no_sync(rank, world_size, settings):
             if part < 2 and isinstance(model, FullyShardedDataParallel):
                 with model.no_sync():
                     loss_of(model, 3 * step + part, rank).backward()
-                assert all(param.grad is None for param in model.parameters())
+                with pytest.raises(RuntimeError, match="must be averaged before they are used"):
+                    next(model.parameters()).grad.add_(1)
                 calls.append(step)
             else:
                 loss_of(model, 3 * step + part, rank).backward()
 
     assert_same(*both(rank, settings, work))
     assert len(calls) == 6
+
+
+def check_dropped_accumulation(rank, world_size, settings):
+    """``zero_grad()`` drops what ``no_sync`` has accumulated, such as a batch that overflowed."""
+
+    def work(model, step):
+        with model.no_sync() if isinstance(model, FullyShardedDataParallel) else nullcontext():
+            (loss_of(model, 2 * step, rank) * float("nan")).backward()
+        model.zero_grad()
+        loss_of(model, 2 * step + 1, rank).backward()
+
+    model, expected = both(rank, settings, work)
+    assert_same(model, expected)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        loss_of(model, 0, rank).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    for call in (optimizer.step, lambda: optimizer.zero_grad(set_to_none=False)):
+        with pytest.raises(RuntimeError, match=r"outside no_sync\(\).*set_to_none=True"):
+            call()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def check_returned_parameter(rank, world_size, settings):
+    """A parameter that the model returns gets its average, and no hook more in each forward."""
+
+    def work(model, step):
+        output, scale = model(batch(step, rank))
+        (output.square().mean() * scale if step else (rank + 1) * scale).backward()
+
+    class ReturnsParameter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = net(), nn.Parameter(torch.ones(()))
+
+        def forward(self, tokens):
+            return self.inner(tokens), self.scale
+
+    expected, model = ReturnsParameter(), ReturnsParameter()
+    expected.load_state_dict(model.state_dict())
+    model = FullyShardedDataParallel(model, **settings)
+    for step in range(3):
+        work(expected, step)
+        average_gradients(expected)
+        work(model, step)
+        torch.testing.assert_close(model.module.scale.grad, expected.scale.grad)
+    assert len(model.module.scale._backward_hooks) == 1
 
 
 def check_evaluation(rank, world_size, settings):
@@ -403,6 +452,8 @@ CHECKS = [
         for in_place in (False, True)
     ),
     *((f"no_sync {s}", check_no_sync, (s,)) for s in SETTINGS),
+    *((f"returned {s}", check_returned_parameter, (s,)) for s in SETTINGS),
+    *((f"dropped {s}", check_dropped_accumulation, (s,)) for s in SETTINGS),
     *((f"evaluation {s}", check_evaluation, (s,)) for s in SETTINGS),
     *(
         (f"exception in {where} {s}", check_exception, (s, where))

@@ -462,6 +462,12 @@ def check_hidden_outputs(rank, world_size):
         def forward(self, x):
             return Box(self.blocks(x))
 
+    model = FullyShardedDataParallel(Around())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(batch(0, rank)).value.sum().backward()
+    with pytest.raises(RuntimeError, match=r"hide their tensors.*finish_gradient_synchronization"):
+        optimizer.step()
+
     expected, model = Around(), FullyShardedDataParallel(Around())
     for each in (expected, model):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)

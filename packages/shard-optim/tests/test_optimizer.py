@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import re
 
 import pytest
@@ -338,6 +339,11 @@ def check_refusals(rank, world_size):
         ShardedOptimizer(weight, torch.optim.SGD)
     with pytest.raises(ValueError, match="empty list"):
         ShardedOptimizer([], torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"must be real, but got .* of torch\.complex64"):
+        ShardedOptimizer([nn.Parameter(weight.to(torch.complex64))], torch.optim.SGD)
+    for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match=r"shard_optim\.save\(\) or full_state\(\)"):
+            refuse(ShardedOptimizer([nn.Parameter(torch.zeros(4))], torch.optim.SGD))
     gaps = nn.Parameter(torch.zeros(4, 8)[:, ::2])
     with pytest.raises(ValueError, match="one dense block"):
         ShardedOptimizer([gaps], torch.optim.SGD)

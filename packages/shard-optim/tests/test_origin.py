@@ -4,11 +4,14 @@ import copy
 import io
 import logging
 import re
+import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 import shard_optim
 from ranks import run_ranks
@@ -67,6 +70,28 @@ def assert_unchanged(model, optimizer, before):
     values, state = snapshot(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(values, before[0], strict=True))
     assert state == before[1]
+
+
+def check_distributed_checkpoint(rank, world_size):
+    """``torch.distributed.checkpoint`` would give both ranks the shard of one of them."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders, src=0)
+    folder = folders[0]
+    model, optimizer = stage_3()
+    step(model, optimizer, rank)
+    before = snapshot(model, optimizer)
+    with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    dcp.save({"0.weight": torch.zeros(8 * 64 // 2)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
+        dcp.load({"0.weight": model.state_dict()["0.weight"]}, checkpoint_id=folder)
+    assert_unchanged(model, optimizer, before)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert_unchanged(model, optimizer, before)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert {type(value) for value in torch.load(file, weights_only=True).values()} == {torch.Tensor}
 
 
 def check_parts_of_rank_0(rank, world_size):
@@ -245,6 +270,7 @@ def test_parts_of_two_ranks_on_three():
 CHECKS = [
     ("parts of rank 0", check_parts_of_rank_0, ()),
     ("part of a part", check_part_of_a_part, ()),
+    ("torch.distributed.checkpoint", check_distributed_checkpoint, ()),
     ("own parts", check_own_parts, ()),
     ("two moments", check_two_moments, ()),
     ("stages", check_stages, ()),

@@ -106,6 +106,7 @@ class DataParallelBase(TransparentWrapper, ABC):
             tasks=[self._same_step, missing] if self._ranks.size > 1 else [missing],
         )
         self._adopt()
+        self.pass_on()
         if not self._engine.parameters:
             warnings.warn(
                 f"{type(self).__name__}: the module has no trainable parameters, so there is "

@@ -32,11 +32,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
 from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
-from ddp_lite.grad_hooks import Hooks, remove_all
+from ddp_lite.grad_hooks import Hooks, remove_all, tensors_in
 from ddp_lite.model import refuse_other_gradients
 from ddp_lite.ranks import Ranks, broadcast
 from ddp_lite.reduce import Averager, Reduction, Way
@@ -214,7 +213,21 @@ class Engine:
         weakref.finalize(self, remove_all, self._hooks).atexit = False
 
     def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Averages the gradients of these parameters from here on."""
+        """Averages the gradients of these parameters from here on.
+
+        Raises:
+            UnfinishedSynchronizationError: a parameter was frozen that holds gradient which
+                ``no_sync`` has accumulated, and which would stay this rank's own.
+        """
+        for spec, mark, parameter in zip(
+            self.specs, self.arrivals.marks, self.parameters, strict=True
+        ):
+            if mark == ACCUMULATED and parameter.grad is not None and not parameter.requires_grad:
+                raise UnfinishedSynchronizationError(
+                    "a parameter must be trainable until gradients that no_sync() has accumulated "
+                    f"are averaged, but {spec.name} was frozen before. Freeze it after the next "
+                    "backward outside no_sync(), or drop the gradients by zero_grad()"
+                )
         self.detach()
         named = list(named)
         self.parameters = [parameter for _, parameter in named]
@@ -372,9 +385,10 @@ class Engine:
         backward ends; the gradient of an output belongs to the outermost one.
         """
         if self.auto_finish:
-            for leaf in pytree.tree_leaves(outputs):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._reached_output)
+            for tensor in tensors_in(outputs):
+                # A parameter that is returned would keep this hook, and has its own.
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._reached_output)
 
     def _reached_output(self, _gradient: Tensor) -> None:
         if self.arrivals.accumulating:

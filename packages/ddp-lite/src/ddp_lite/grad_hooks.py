@@ -1,12 +1,17 @@
-"""The hook on every parameter, which autograd calls when it has accumulated a gradient."""
+"""The hook on every parameter, which autograd calls when it has accumulated a gradient.
+
+``tensors_in`` finds the outputs of a module, whose gradients are the first of a backward.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 
@@ -72,3 +77,16 @@ def refuse_averaged_parameters(module: nn.Module) -> None:
 def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
     hooks: dict[int, Any] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers and data classes."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name))

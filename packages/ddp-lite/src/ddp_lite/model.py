@@ -63,6 +63,14 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"every parameter and buffer must hold data, but {name} is on the meta device. "
                 "Materialise the module first (module.to_empty(device=...) and initialise it)."
             )
+        # Of strides 0, as ``expand`` makes: several elements are one place in memory.
+        if tensor.layout is not torch.strided or torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                "every parameter and buffer must be dense and have memory for each element, but "
+                f"{name} has layout {tensor.layout}, shape {tuple(tensor.shape)}"
+                f"{f', strides {tensor.stride()}' if tensor.layout is torch.strided else ''}. "
+                "Replace it by a contiguous copy."
+            )
 
 
 def common_device(module: nn.Module) -> torch.device:

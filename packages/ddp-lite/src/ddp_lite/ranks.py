@@ -332,11 +332,10 @@ class Ranks:
         """
         if self.size == 1:
             return
-        views = [torch.view_as_real(t) if t.is_complex() else t for t in tensors if t.numel()]
         with torch.no_grad():
-            for chunk in _take_tensors(views, _BROADCAST_CHUNK_BYTES):
+            for chunk in _take_tensors([t for t in tensors if t.numel()], _BROADCAST_CHUNK_BYTES):
                 flat = _flatten_dense_tensors(chunk)
-                broadcast(self.control, flat)
+                broadcast(self.control, flat.view(torch.uint8))  # back ends lack some dtypes
                 torch._foreach_copy_(chunk, list(_unflatten_dense_tensors(flat, chunk)))
 
     # -- ranks that fail, stray or stay away -----------------------------------------------------

@@ -1,4 +1,8 @@
-"""Makes a wrapper transparent: attributes and ``state_dict`` are those of the wrapped module."""
+"""Makes a wrapper transparent: attributes and ``state_dict`` are those of the wrapped module.
+
+So what is set on the wrapper reaches the module too: an attribute that the module has, a submodule,
+a parameter, a buffer. Set on the wrapper alone it would be read from there, and never be used.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,10 @@ class TransparentWrapper(nn.Module):
         self.module = module
         self.register_load_state_dict_pre_hook(_descend)  # type: ignore[no-untyped-call]
 
+    def pass_on(self) -> None:
+        """From now on, sets the module's attributes; the wrapper has all of its own."""
+        self.__dict__["_passes_on"] = True
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -25,6 +33,27 @@ class TransparentWrapper(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or name == "module" or hasattr(type(self), name)
+        if own or "_passes_on" not in vars(self):
+            super().__setattr__(name, value)
+        elif hasattr(self.module, name) or isinstance(value, nn.Module | nn.Parameter):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Registers it in the module."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """Registers it in the module."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """Adds it to the module."""
+        self.module.add_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, under the module's own names and in its order."""

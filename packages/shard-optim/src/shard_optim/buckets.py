@@ -155,10 +155,7 @@ class Bucket:
         """Starts the all-gather of updated parameters, in place and asynchronously."""
         if self.plan.world_size > 1 and self.plan.chunk > 0:
             self._gather = self._ranks.together(
-                self._gather_words,
-                self._communication.all_gather,
-                [self.flat],
-                [self.owned],
+                self._gather_words, self._communication.all_gather, [self.flat], [self.owned]
             )
 
     @property
@@ -384,13 +381,15 @@ class ForwardWaits:
 def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Every module with the one whose call reads its parameters, for each path that leads to it.
 
-    That is the outermost compiled module on the path, or else the module itself.
+    That is the outermost module on the path that is compiled, or of a class of torch's that reads
+    parameters of modules inside it without calling them, or else the module itself.
     """
+    reads_inside = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     seen: set[tuple[nn.Module, nn.Module]] = set()
     paths: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
     while paths:
         module, around = paths.pop()
-        if around is None and _is_compiled(module):
+        if around is None and (_is_compiled(module) or isinstance(module, reads_inside)):
             around = module
         pair = module, module if around is None else around
         if pair not in seen:

@@ -9,11 +9,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-)
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from ddp_lite.errors import PeerFailureError
 from ddp_lite.ranks import Ranks, all_reduce, asynchronous, backend_for
@@ -69,8 +65,9 @@ def all_to_all(
 
 
 def as_sent(values: Tensor) -> Tensor:
-    """The tensor, or its bytes if it has one byte an element: no back end knows float8."""
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
+    """The vector, or its bytes unless all back ends know its dtype, such as float8 and int16."""
+    known = values.is_floating_point() and values.dtype.itemsize > 1
+    return values if known else values.view(torch.uint8)
 
 
 def check_gradient(grad: Tensor | None, name: str) -> None:
@@ -190,11 +187,7 @@ _TOLERANCES = (1e-5, 1e-3)
 
 
 def check_first_step(
-    params: Sequence[Tensor],
-    *,
-    gradients: bool,
-    name_of: Callable[[int], str],
-    ranks: Ranks,
+    params: Sequence[Tensor], *, gradients: bool, name_of: Callable[[int], str], ranks: Ranks
 ) -> None:
     """Compares the norms of weights and gradients over the ranks, by one all-reduce. Collective.
 

@@ -91,11 +91,7 @@ class ShardedGradScaler(GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         known = watched(optimizer)
         if known is not None and known.updates_units:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ddp_lite.ranks import Ranks, all_gather_json, broadcast, name_ranks, resolve_group
-from shard_optim.communication import CollectiveError, as_sent
+from ddp_lite.ranks import Ranks, all_gather_json, name_ranks, resolve_group
+from shard_optim.communication import CollectiveError
 from shard_optim.json_messages import decode, encode
 
 
@@ -79,7 +79,7 @@ class Mesh:
     def broadcast(self, what: str, values: Tensor) -> None:
         """Overwrites a tensor with the first rank's."""
         for ranks in self.levels:
-            ranks.together(what, broadcast, ranks.control, as_sent(values))
+            ranks.together(what, ranks.overwrite_with_rank_0, [values])
 
     def broadcast_json(self, what: str, value: Any) -> Any:
         """The first rank's JSON value, held once, unlike gathered ones."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,7 @@ from shard_optim.origin import (
     sharded_in,
     sharded_of,
 )
-from shard_optim.parameter_groups import (
-    all_params,
-    as_groups,
-    by_number,
-    describe_groups,
-    name_of,
-)
+from shard_optim.parameter_groups import all_params, as_groups, by_number, describe_groups, name_of
 from shard_optim.place import check_layout
 from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
@@ -273,6 +267,11 @@ class ShardedOptimizer(Optimizer):
                     f"{self.name_of(index)} is one of a FullyShardedDataParallel. Make an "
                     "optimizer for each model."
                 )
+            if param.is_complex():
+                raise ValueError(
+                    f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
+                    "Make torch.view_as_real() of it the parameter."
+                )
             check_layout(param, self.name_of(index))
 
     def _agree(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -495,6 +494,12 @@ class ShardedOptimizer(Optimizer):
         """
         self.wait()
         return super().state_dict()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a ShardedOptimizer holds a process group and cannot be pickled or copied. Save its "
+            "state by shard_optim.save() or full_state(), and make another one."
+        )
 
     def _tell_part(self, state_dict: dict[str, Any]) -> None:
         """The first hook on ``state_dict()``: adds master copies and whose part it is."""

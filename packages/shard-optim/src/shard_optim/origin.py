@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +31,7 @@ from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
 from shard_optim.parameter_groups import Groups, all_params
 from shard_optim.place import SHARDED, Place
+from shard_optim.refused_gradient import GradientShard
 
 # Key of the origin in a state dict, or in each of an optimizer's packed parameter groups.
 ORIGIN = "shard"
@@ -169,6 +171,22 @@ def say_once(told: Any, what: str, ranks: Mesh) -> None:
         )
 
 
+class OwnPart(Tensor):
+    """A shard in a state dict; ``torch.distributed.checkpoint`` would load one rank's into all."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # A copy, and what is saved to a file, is an ordinary tensor.
+    __deepcopy__, __reduce_ex__ = GradientShard.__deepcopy__, GradientShard.__reduce_ex__
+
+    def __create_write_items__(self, *_: Any) -> NoReturn:
+        raise TypeError(
+            "torch.distributed.checkpoint must be given whole tensors, but got the shards of a "
+            f"FullyShardedDataParallel, of which it would keep one rank's. {_REMEDY}"
+        )
+
+    __create_chunk_list__ = __create_write_items__
+
+
 def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
     """In place of the methods ``full_state_dict`` and ``load_full_state_dict`` of version 0.1."""
     raise AttributeError(
@@ -290,8 +308,9 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if known.sharded.history.in_backward:
         raise RuntimeError(
             "an optimizer over the parameters of a FullyShardedDataParallel must step after "
-            f"backward, but {type(optimizer).__name__} stepped in a hook during it, where "
-            "gradients are this rank's own and not averaged yet. Call step() after backward."
+            f"backward, but {type(optimizer).__name__} stepped in a hook during it, or the model's "
+            "outputs hide their tensors, so gradients are this rank's own and not averaged yet. "
+            "Call step() after backward, and finish_gradient_synchronization() if they are hidden."
         )
     if known.steps == 0:
         known.check_first(optimizer)

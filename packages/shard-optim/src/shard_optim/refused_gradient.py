@@ -34,6 +34,11 @@ USED = (
     "optimizer has used each unit's gradients during backward. Leave update_in_backward() out, or "
     "read gradients in a hook (register_post_accumulate_grad_hook)."
 )
+UNREDUCED = (
+    "gradients of backward passes inside no_sync() must be averaged before they are used, but got "
+    "{}(). Run the last backward before a step outside no_sync(), or drop what has been "
+    "accumulated by zero_grad(set_to_none=True)."
+)
 
 _CLIP = (
     "Call clip_grad_norm_() of the FullyShardedDataParallel instead of "

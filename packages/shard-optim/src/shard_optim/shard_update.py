@@ -121,11 +121,7 @@ class FusedShard:
 
 
 def fuse_shards(
-    bucket: Bucket,
-    group_of: Mapping[int, int],
-    *,
-    merge: bool,
-    master_dtype: torch.dtype | None,
+    bucket: Bucket, group_of: Mapping[int, int], *, merge: bool, master_dtype: torch.dtype | None
 ) -> list[FusedShard]:
     """This rank's shards of a bucket, neighbours of one parameter group together.
 
@@ -426,10 +422,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_into(
-    optimizer: Optimizer,
-    states: Mapping[Tensor, Mapping[str, Any]],
-    settings: Groups,
-    **more: Any,
+    optimizer: Optimizer, states: Mapping[Tensor, Mapping[str, Any]], settings: Groups, **more: Any
 ) -> None:
     """Replaces all state and hyperparameters, through the class's own loading."""
     groups = [

@@ -41,7 +41,7 @@ def run_deferred(params: Iterable[Tensor]) -> None:
     for param in params:
         table: dict[int, Any] | None = param._post_accumulate_grad_hooks
         for hook in list(table.values()) if table else ():
-            used = param.grad is None or type(param.grad) is ReducedGradient
+            used = param.grad is None or isinstance(param.grad, ReducedGradient)
             if type(hook) is _Deferred and not used:
                 hook.hook(param)
 

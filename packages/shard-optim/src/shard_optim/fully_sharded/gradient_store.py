@@ -2,6 +2,8 @@
 
 During backward ``param.grad`` belongs to autograd and is whole, in the dtype of the computation.
 Between steps it belongs to the optimizer and has the shape and dtype of the resting ``param.data``.
+A whole gradient that awaits a later reduction is kept here, and a stand-in in ``param.grad`` tells
+whether ``zero_grad()`` has dropped it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-from shard_optim.refused_gradient import GradientShard
+from shard_optim.refused_gradient import UNREDUCED, GradientShard, ReducedGradient
 
 
 class GradientStore:
@@ -37,10 +39,12 @@ class GradientStore:
         """
         self.begun, kept = True, 0
         for position, param in enumerate(self._params):
-            if param.grad is not None:
+            if param.grad is None:  # also if zero_grad() has dropped what was kept
+                self._reduced[position] = self._unreduced[position] = None
+            elif getattr(param.grad, "refusal", None) is not UNREDUCED:
                 self._reduced[position] = param.grad
-                param.grad = None
-                kept += 1
+            kept += self._reduced[position] is not None
+            param.grad = None
         return kept
 
     def take(self, positions: Sequence[int]) -> list[Tensor | None]:
@@ -89,7 +93,11 @@ class GradientStore:
         marked = not self._sharded
         for position in positions:
             param, grad = self._params[position], self._reduced[position]
-            if grad is not None:
+            if self._unreduced[position] is not None:
+                zeros = param.new_zeros(()).expand(param.shape)
+                param.grad = stand_in = zeros.as_subclass(ReducedGradient)
+                stand_in.refusal = UNREDUCED
+            elif grad is not None:
                 if not marked:
                     marked = True
                     grad = grad.as_subclass(GradientShard)

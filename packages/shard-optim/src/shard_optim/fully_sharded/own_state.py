@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shard_optim.mesh import Mesh
 from shard_optim.origin import (
     ORIGIN,
+    OwnPart,
     check_loaded,
     describe,
     places_of,
@@ -40,8 +41,11 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
     def origin(module: nn.Module) -> dict[str, Any]:
         return describe(ranks, moment(), places_of(module.named_parameters(recurse=False)))
 
-    def add_origin(module: nn.Module, _state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+    def add_origin(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         metadata[ORIGIN] = origin(module)
+        for name in metadata[ORIGIN]["spans"] if ranks.shards.size > 1 else ():
+            if type(state.get(prefix + name)) is Tensor:
+                state[prefix + name] = state[prefix + name].as_subclass(OwnPart)
         if not prefix:
             say_once(module, "model", ranks)
 

@@ -24,7 +24,7 @@ import dataclasses
 import numbers
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ddp_lite.grad_hooks import tensors_in
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded.deferred_hooks import defer, register_own, run_deferred
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
@@ -64,6 +65,10 @@ class UnitCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with whole parameters."""
         return self.schedule.call_unit(self, args, kwargs)
+
+    def on_output_gradient(self, _grad: Tensor) -> None:
+        """Backward is about to need the parameters again."""
+        self.schedule.before_backward_of(self.units)
 
 
 class Schedule:
@@ -181,7 +186,7 @@ class Schedule:
                     unit.uses -= 1
                     if unit.uses <= 0:
                         unit.rest()
-        if torch.is_grad_enabled() and not _hook(outputs, self._before_backward(call)):
+        if torch.is_grad_enabled() and not _hook(outputs, call.on_output_gradient):
             _check_visible(outputs, call, (args, kwargs))
         return outputs
 
@@ -245,14 +250,12 @@ class Schedule:
 
             register_own(param, on_gradient)
 
-    def _before_backward(self, call: UnitCall) -> Callable[[Tensor], None]:
-        def on_output_gradient(_grad: Tensor) -> None:
-            self._check_first_order()
-            for unit in call.units:
-                self._prepare_backward(unit)
-            self._gather_ahead(self._index_of[call.units[0]], -1)
-
-        return on_output_gradient
+    def before_backward_of(self, units: Sequence[Unit]) -> None:
+        """Gathers the units of one call, and those that backward needs next."""
+        self._check_first_order()
+        for unit in units:
+            self._prepare_backward(unit)
+        self._gather_ahead(self._index_of[units[0]], -1)
 
     def _on_output_gradient(self, _grad: Tensor) -> None:
         """The gradient of the model's output is made in the outermost backward, and first."""
@@ -469,18 +472,7 @@ def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:
     for tensor in tensors_in(outputs):
         if tensor.requires_grad:
             found = True
-            tensor.register_hook(on_gradient)
+            # A parameter that is returned keeps its hooks from one forward to the next.
+            if not tensor.is_leaf or on_gradient not in (tensor._backward_hooks or {}).values():
+                tensor.register_hook(on_gradient)
     return found
-
-
-def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers and data classes."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
-    for leaf in pytree.tree_leaves(outputs):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))

@@ -23,7 +23,7 @@ from shard_optim.fully_sharded.deferred_hooks import run_deferred
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.origin import Watched, watched
 from shard_optim.parameter_groups import all_params
-from shard_optim.refused_gradient import USED, ReducedGradient
+from shard_optim.refused_gradient import UNREDUCED, USED, ReducedGradient
 from shard_optim.shard_update import settings_of
 
 _log = logging.getLogger("shard_optim")
@@ -70,7 +70,8 @@ class UpdateInBackward:
 
     def begin(self, params: Iterable[nn.Parameter]) -> None:
         """Before a backward pass; RuntimeError if gradients are left from the one before."""
-        if self._pending or any(param.grad is not None for param in params):
+        grads = [param.grad for param in params if param.grad is not None]
+        if self._pending or any(getattr(g, "refusal", None) is not UNREDUCED for g in grads):
             raise RuntimeError(
                 "under update_in_backward() every backward outside no_sync() must be followed by "
                 "step() and zero_grad(set_to_none=True), but got another backward before "

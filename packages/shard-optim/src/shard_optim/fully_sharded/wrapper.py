@@ -175,6 +175,7 @@ class FullyShardedDataParallel(TransparentWrapper):
         self._say_where_parameters_lie(small)
         schedule = self.schedule  # which does not hold this wrapper
         hook_state_dicts(module, self.ranks, lambda: schedule.generation)
+        self.pass_on()
 
     # --- training ----------------------------------------------------------------------------
 
@@ -261,7 +262,8 @@ class FullyShardedDataParallel(TransparentWrapper):
         """Within it, backward keeps whole gradients on this rank and communicates none.
 
         For gradient accumulation at the price of memory: the first backward outside it reduces
-        the sum. Without it, every backward adds to the shards in ``.grad``.
+        the sum. Until then ``.grad`` refuses to be used; ``zero_grad()`` drops what was kept.
+        Without it, every backward adds to the shards in ``.grad``.
         """
         before, self.schedule.paused = self.schedule.paused, True
         try:
