@@ -1,6 +1,5 @@
 """``examples/sharded_lightning_strategies.py`` equals training on the concatenated batch."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -252,11 +251,6 @@ def test_stage_3_holds_shards_and_validates(results: list[dict[str, Any]], folde
 def test_another_optimizer_is_refused(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert "Return ShardedOptimizer(self.parameters(), AdamW" in result["refused"]
-
-
-def test_the_import_of_before_names_the_example() -> None:
-    with pytest.raises(ImportError, match=r"is examples/sharded_lightning_strategies\.py of the"):
-        importlib.import_module("shard_optim.integrations.lightning")
 
 
 def test_the_program_learns(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 The callback is that of ``examples/sharded_transformers_trainer.py``.
 """
 
-import importlib
 import os
 import subprocess
 import sys
@@ -169,11 +168,6 @@ def test_accelerate_equals_single_process_training(results: list[dict[str, Any]]
     expected = trained_alone(1, 10**9)  # a schedule that stays where it begins
     for result in results:
         torch.testing.assert_close(result["accelerate"], expected, **TOLERANCE)
-
-
-def test_the_import_of_before_names_the_example() -> None:
-    with pytest.raises(ImportError, match=r"is examples/sharded_transformers_trainer\.py"):
-        importlib.import_module("shard_optim.integrations.transformers")
 
 
 def test_the_program_resumes(tmp_path: Path) -> None:

@@ -146,10 +146,7 @@ class Arrivals:
                 engine.ranks.follow_timeout()
 
     def _completed(self) -> None:
-        """Starts buckets strictly in the plan's order, because all ranks must agree on the order.
-
-        A bucket that is complete early waits for the buckets before it.
-        """
+        """Starts buckets in the plan's order, on which all ranks agree; early ones wait."""
         engine, outstanding = self.engine(), self.outstanding
         if engine is None or engine.when != "in backward":
             return
@@ -213,16 +210,9 @@ class Engine:
         weakref.finalize(self, remove_all, self._hooks).atexit = False
 
     def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Averages the gradients of these parameters from here on.
-
-        Raises:
-            UnfinishedSynchronizationError: a parameter was frozen that holds gradient which
-                ``no_sync`` has accumulated, and which would stay this rank's own.
-        """
-        for spec, mark, parameter in zip(
-            self.specs, self.arrivals.marks, self.parameters, strict=True
-        ):
-            if mark == ACCUMULATED and parameter.grad is not None and not parameter.requires_grad:
+        """Averages the gradients of these parameters; none may be frozen with accumulated ones."""
+        for spec, mark, p in zip(self.specs, self.arrivals.marks, self.parameters, strict=True):
+            if mark == ACCUMULATED and p.grad is not None and not p.requires_grad:
                 raise UnfinishedSynchronizationError(
                     "a parameter must be trainable until gradients that no_sync() has accumulated "
                     f"are averaged, but {spec.name} was frozen before. Freeze it after the next "
@@ -450,10 +440,7 @@ class Engine:
 
 
 def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
-    """False if a gradient may be missing, sparse, or of another dtype or size than its parameter.
-
-    Ranks must send equal numbers of bytes: gloo ends a process that receives others.
-    """
+    """False if a gradient may not have its parameter's bytes: gloo ends who receives others."""
     try:
         return sum(map(_nbytes, gradients)) == bucket.nbytes and (
             bucket.dtype is torch.float32 or set(map(_dtype, gradients)) == {bucket.dtype}

@@ -59,11 +59,7 @@ def remove_all(hooks: list[Hooks]) -> None:
 
 
 def refuse_averaged_parameters(module: nn.Module) -> None:
-    """Refuses a module whose gradients a wrapper averages already.
-
-    Raises:
-        TypeError: a parameter has the hook of a wrapper that is in use.
-    """
+    """Refuses a module of which a parameter has the hook of a wrapper that is in use."""
     for name, parameter in module.named_parameters():
         for hook in _hooks_of(parameter).values():
             if (owner := getattr(hook, "averaged_by", None)) is not None:
@@ -81,12 +77,8 @@ def _hooks_of(parameter: nn.Parameter) -> dict[int, Any]:
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
     """Every tensor in nested containers and data classes."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
     for leaf in pytree.tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name))
+            yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])

@@ -15,8 +15,6 @@ TORCH_ARGUMENTS = {
     "bucket_cap_mb_list": "bucket_size_mb of BucketedDDP is the most MB in a bucket, and "
     "last_bucket_size_mb in the one reduced last",
     "broadcast_buffers": "call wrapped.sync_buffers() where buffers must be equal",
-    "check_reduction": "leave it out",
-    "delay_all_reduce_named_params": "leave it out",
     "device_ids": "leave it out: move the module and its inputs to the device yourself",
     "device_mesh": "process_group takes a one-dimensional device mesh too",
     "dim": "leave it out: every rank passes its own share of the batch",
@@ -29,18 +27,14 @@ TORCH_ARGUMENTS = {
     "lazy_bucket_allocation": "leave it out: a bucket is allocated when it is complete, if at all",
     "mixed_precision": "use torch.autocast; wire_dtype of BucketedDDP sends smaller gradients",
     "output_device": "leave it out: outputs stay on the module's device",
-    "param_to_hook_all_reduce": "leave it out",
-    "skip_all_reduce_unused_params": "leave it out",
     "static_graph": "leave it out: it is never needed",
+    **dict.fromkeys(("check_reduction", "delay_all_reduce_named_params"), "leave it out"),
+    **dict.fromkeys(("param_to_hook_all_reduce", "skip_all_reduce_unused_params"), "leave it out"),
 }
 
 
 def refuse_arguments(wrapper: type, names: Collection[str]) -> None:
-    """Refuses keyword arguments that a wrapper does not have.
-
-    Raises:
-        TypeError: naming the wrapper, and for arguments of torch's wrapper what to write instead.
-    """
+    """Refuses arguments that a wrapper does not have; of torch's, says what to write instead."""
     texts = [
         f"{name} is an argument of torch's DistributedDataParallel ({TORCH_ARGUMENTS[name]})"
         if name in TORCH_ARGUMENTS

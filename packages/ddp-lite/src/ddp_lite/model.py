@@ -63,22 +63,15 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"every parameter and buffer must hold data, but {name} is on the meta device. "
                 "Materialise the module first (module.to_empty(device=...) and initialise it)."
             )
-        # Of strides 0, as ``expand`` makes: several elements are one place in memory.
         if tensor.layout is not torch.strided or torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
                 "every parameter and buffer must be dense and have memory for each element, but "
-                f"{name} has layout {tensor.layout}, shape {tuple(tensor.shape)}"
-                f"{f', strides {tensor.stride()}' if tensor.layout is torch.strided else ''}. "
-                "Replace it by a contiguous copy."
+                f"{name} is sparse or expanded. Replace it by a contiguous copy."
             )
 
 
 def common_device(module: nn.Module) -> torch.device:
-    """The one device of all parameters and buffers; CPU if there are none.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The one device of all parameters and buffers, or a ValueError; CPU if there are none."""
     first_names: dict[torch.device, str] = {}
     for name, tensor in _tensors(module):
         first_names.setdefault(tensor.device, name)
@@ -92,11 +85,7 @@ def common_device(module: nn.Module) -> torch.device:
 
 
 def check_backend(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a group that cannot carry the device's tensors.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Refuses a group that cannot carry the device's tensors, by a ValueError that names both."""
     if backend_for(group, device) is None:
         raise ValueError(
             f"the process group must serve the module's device, but the module is on {device} "
@@ -204,11 +193,7 @@ class ModuleWatch:
         raise _module_changed(self._ranks, "parameters", "before", report, remedy)
 
     def _await_change_everywhere(self) -> None:
-        """Waits until all ranks have changed ``requires_grad``, for as long as a collective would.
-
-        Raises:
-            ModelMismatchError: not all ranks did.
-        """
+        """Waits for all ranks to change ``requires_grad``; a ModelMismatchError if not all do."""
         ranks = self._ranks
         names = {id(p): name for name, p in reversed(self._by_name.items())}
         changed = shortened(

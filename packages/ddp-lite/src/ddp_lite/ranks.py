@@ -480,12 +480,7 @@ def _trouble(pid: int) -> str | None:
 
 
 def _within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Calls ``call`` in a thread of its own and waits for it no longer than ``seconds``.
-
-    Raises:
-        DistStoreError: it had not returned by then. Nothing can end the thread, so it stays.
-        RuntimeError: as ``call`` did.
-    """
+    """Calls in a thread, which nothing can end; a DistStoreError after ``seconds``."""
     results: list[Result] = []
     errors: list[RuntimeError] = []
 

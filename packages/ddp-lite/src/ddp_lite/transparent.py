@@ -1,7 +1,6 @@
 """Makes a wrapper transparent: attributes and ``state_dict`` are those of the wrapped module.
 
-So what is set on the wrapper reaches the module too: an attribute that the module has, a submodule,
-a parameter, a buffer. Set on the wrapper alone it would be read from there, and never be used.
+What is set on the wrapper reaches the module too: set there alone, it would never be used.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ class TransparentWrapper(nn.Module):
 
     def pass_on(self) -> None:
         """From now on, sets the module's attributes; the wrapper has all of its own."""
-        self.__dict__["_passes_on"] = True
+        for name in ("register_buffer", "register_parameter", "add_module"):
+            vars(self)[name] = getattr(self.module, name)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -36,24 +36,12 @@ class TransparentWrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in vars(self) or name == "module" or hasattr(type(self), name)
-        if own or "_passes_on" not in vars(self):
+        if own or "add_module" not in vars(self):  # before ``pass_on``
             super().__setattr__(name, value)
         elif hasattr(self.module, name) or isinstance(value, nn.Module | nn.Parameter):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
-
-    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
-        """Registers it in the module."""
-        self.module.register_buffer(*args, **kwargs)
-
-    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
-        """Registers it in the module."""
-        self.module.register_parameter(*args, **kwargs)
-
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
-        """Adds it to the module."""
-        self.module.add_module(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, under the module's own names and in its order."""

@@ -190,11 +190,7 @@ class BucketedDDP(DataParallelBase):
             self._choice = self._ranks.call(what, self._choose_copies)
 
     def _choose_copies(self) -> str:
-        """Averages by copies between GPUs if they are possible and worth it. Collective.
-
-        Returns:
-            The choice, and why.
-        """
+        """Averages by copies between GPUs if that is possible; the choice, and why. Collective."""
         if not _is_gpu(self.device):
             return f"collectives: copies are between GPUs, and the messages are on {self.device}"
         from ddp_lite.hooks import ByHook

@@ -345,10 +345,7 @@ def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, coun
 
 
 def _stored_vector(container: bytearray, dtype: torch.dtype, count: int) -> Tensor | None:
-    """The vector that ``torch.save`` wrote, without unpickling.
-
-    None if its elements are compressed, incomplete, or not in this machine's byte order.
-    """
+    """The vector that ``torch.save`` wrote; None if compressed, incomplete, of other byte order."""
     entry = _ELEMENTS.search(container, 0, _MOST_OVERHEAD)
     order = _BYTE_ORDER.search(container, 0, _MOST_OVERHEAD)
     if entry is None or (order is not None and order[1] != sys.byteorder.encode()):

@@ -102,8 +102,8 @@ class Options(SamplingOptions, DeviceOptions):
         of_packed = {"plain", "deterministic"}
         if not self.features or (self.packed and not of_packed.issuperset(self.features)):
             raise ValueError(
-                f"features must name at least one, of packed sequences plain or deterministic, but got "
-                f"{', '.join(self.features) or 'none'}. Write features plain."
+                "features must name at least one, of packed sequences plain or deterministic, but "
+                f"got {', '.join(self.features) or 'none'}. Write features plain."
             )
         if len(self.window) not in (0, 2) or any(side < -1 for side in self.window):
             raise ValueError(

@@ -8,10 +8,4 @@ from ddp_lite.peer.copies import PeerCopies
 from ddp_lite.peer.hook import Communication, PeerCopyAverage, choose_communication
 from ddp_lite.peer.memory import PeerMemory
 
-__all__ = [
-    "Communication",
-    "PeerCopies",
-    "PeerCopyAverage",
-    "PeerMemory",
-    "choose_communication",
-]
+__all__ = ["Communication", "PeerCopies", "PeerCopyAverage", "PeerMemory", "choose_communication"]

@@ -210,12 +210,7 @@ class PeerCopies:
         return self._singly
 
     def _average(self, slot: Tensor, own: Row) -> None:
-        """Averages this rank's row, into its result row and into ``own``, which it is read from.
-
-        Args:
-            slot: this rank's, shape (rows in a slot, elements in a row).
-            own: this rank's values, of the same dtype.
-        """
+        """Averages this rank's row of its slot (rows, elements) into its result row and ``own``."""
         layout, result_row = own.layout, schedule.result_row(self._world_size)
         by_torch = [True] * len(own.addresses)
         if self.fused and slot.dtype == torch.float32:

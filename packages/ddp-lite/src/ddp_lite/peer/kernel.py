@@ -58,10 +58,7 @@ def average(
 
 
 def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """What each launch works on, with entries of no elements up to a power of two.
-
-    The third of an entry's numbers is that of its elements.
-    """
+    """What each launch works on, with entries of no elements (the third number) up to 2^n."""
     for i in range(0, len(entries), _MOST_TENSORS):
         group = list(entries[i : i + _MOST_TENSORS])
         first, second, _ = group[0]  # of the types that Triton compiles for
