@@ -41,10 +41,9 @@ def bad_modules(rank: int, world_size: int, name: str) -> None:
     expect(ValueError, "weight is on the meta device", lambda: wrapper(hollow))
     expect(ValueError, "weight is uninitialised", lambda: wrapper(nn.LazyLinear(3)))
     expect(ValueError, "sparse=False", lambda: wrapper(nn.Embedding(3, 3, sparse=True)))
-    buffers = (torch.ones(1).expand(3, 3), torch.eye(3).to_sparse())
-    for buffer, layout in zip(buffers, ("torch.strided", "torch.sparse_coo"), strict=True):
+    for buffer in (torch.ones(1).expand(3, 3), torch.eye(3).to_sparse()):
         plain.register_buffer("mask", buffer)
-        expect(ValueError, f"mask has layout {layout}.*contiguous copy", lambda: wrapper(plain))
+        expect(ValueError, "mask is sparse or expanded.*contiguous copy", lambda: wrapper(plain))
         del plain.mask
     words = "one of .*'skip-if-all'.*but got 'ignore'"
     expect(ValueError, words, lambda: wrapper(plain, missing_gradients="ignore"))
