@@ -47,6 +47,7 @@ MORE_SPILLS = {
     ("3.9", "backward", 64, "causal, packed"): (108, 2),
     ("3.9", "backward", 128, "causal, packed"): (256, 0),
     ("3.8", "forward", 192, "causal, packed"): (40, 0),
+    ("3.8", "forward", 256, "full"): (56, 0),
     ("3.9", "backward", 128, "causal, soft-cap"): (276, 6),
     # dK and dV added to fp32 tensors.
     ("3.8", "backward", 64, "causal, added"): (464, 0),

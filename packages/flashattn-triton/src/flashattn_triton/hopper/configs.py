@@ -101,7 +101,7 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),
-    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=56)),),
+    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=48)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
