@@ -47,6 +47,7 @@ MORE_SPILLS = {
     ("3.9", "backward", 64, "causal, packed"): (108, 2),
     ("3.9", "backward", 128, "causal, packed"): (256, 0),
     ("3.8", "forward", 192, "causal, packed"): (40, 0),
+    ("3.8", "forward", 256, "causal"): (12, 0),
     ("3.8", "forward", 256, "full"): (56, 0),
     ("3.9", "backward", 128, "causal, soft-cap"): (276, 6),
     # dK and dV added to fp32 tensors.
@@ -237,8 +238,7 @@ def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_spills_are_those_of_the_table(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        assert row["spills"] <= allowed(row)[0], row
+    assert not [row for row in rows if row["spills"] > allowed(row)[0]]
 
 
 @pytest.mark.slow
