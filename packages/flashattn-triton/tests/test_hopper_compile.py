@@ -238,7 +238,8 @@ def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_spills_are_those_of_the_table(rows: list[dict[str, Any]]) -> None:
-    assert not [row for row in rows if row["spills"] > allowed(row)[0]]
+    worse = [row for row in rows if row["spills"] > allowed(row)[0]]
+    assert not [(r["direction"], r["head_dim"], r["options"], r["spills"]) for r in worse]
 
 
 @pytest.mark.slow
