@@ -244,7 +244,7 @@ def test_a_rank_is_weighed_alone(run):
         "train-step",
         sizes=("custom",),
         sequences=(64,),
-        world_size=4,
+        world_sizes=(4,),
         alone=True,
         variants=("torch-ddp", {"wrapper": "bucketed", "optimizer": "sharded"}),
         **TINY,

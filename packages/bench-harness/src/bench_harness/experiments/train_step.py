@@ -88,7 +88,9 @@ class Options(SubjectOptions, SamplingOptions):
     lower_bound: bool = option(
         True, "Also measure each step without communication; the whole model must fit a device."
     )
-    world_size: int | None = option(None, "Ranks; by default 2, or as many as there are GPUs.")
+    world_sizes: tuple[int, ...] = option(
+        (), "Ranks; by default 2, or as many as there are GPUs if fewer."
+    )
     rounds: int = option(3, "Least turns of each variant; the order goes back and forth.")
     blocks: int = option(4, "Samples per turn.")
     calls: int = option(5, "Steps per sample, without synchronisation between them.")
@@ -161,31 +163,28 @@ class TrainStep(Experiment):
     Options: ClassVar[type[Any]] = Options
 
     def cases(self, **options: Any) -> list[Case]:
-        """One case per size, batch and context length; all variants in each."""
+        """One case per number of ranks, size, batch and context length; all variants in each."""
         chosen = Options(**options)
         how = "rounds blocks calls warmup interval max_seconds profiled all_reduces first_step"
         options = chosen.stored(f"{how} alone nsight coursework")
-        world_size = chosen.world_size or default_world_size(options["device"])
-        variants = chosen.settings()
-        if world_size > 1 and chosen.nsight:  # nothing to see without communication
-            variants = [variant for variant in variants if variant.communicates]
-        subjects = chosen.subjects(chosen.sizes, chosen.batches, chosen.sequences)
-        common: Row = {
-            "variants": [variant.table() for variant in variants],
-            "world_size": world_size,
-            "nnodes": 1,  # as in published rows, whose keys stay
-            **options,
-        }
         how = " rank 0 alone" * chosen.alone + " first step" * chosen.first_step
         how += " Nsight Systems" if chosen.nsight else " profiled" * chosen.profiled
-        return [
-            Case(
-                experiment=self.name,
-                config={**subject, **common, "label": _label(subject, variants, world_size) + how},
-                timeout_s=900,
-            )
-            for subject in subjects
-        ]
+        cases = []
+        for world_size in chosen.world_sizes or (default_world_size(options["device"]),):
+            variants = chosen.settings()
+            if world_size > 1 and chosen.nsight:  # nothing to see without communication
+                variants = [variant for variant in variants if variant.communicates]
+            common: Row = {
+                "variants": [variant.table() for variant in variants],
+                "world_size": world_size,
+                "nnodes": 1,  # as in published rows, whose keys stay
+                **options,
+            }
+            for subject in chosen.subjects(chosen.sizes, chosen.batches, chosen.sequences):
+                label = _label(subject, variants, world_size) + how
+                config = {**subject, **common, "label": label}
+                cases.append(Case(experiment=self.name, config=config, timeout_s=900))
+        return cases
 
     def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
         """Proves, weighs and times every variant in turns."""
