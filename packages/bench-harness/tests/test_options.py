@@ -137,6 +137,7 @@ def test_quick_runs_every_experiment() -> None:
 
 def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By calculation within 90 seconds, and two GPUs compare wrappers with torch DDP."""
+    monkeypatch.setattr(environment, "busy", lambda: 1.0)  # whatever else this machine does
     on_cpu = options.load_preset("quick").cases()
     for module in (environment, options, distributed):
         monkeypatch.setattr(module, "gpu_count", lambda: 2)
