@@ -206,7 +206,7 @@ class Attention(Experiment):
         if config["dtype"] == "fp32":  # without tensor cores
             scores = (s * (config["tokens"] or config["batch"] * s) for s in config["sequences"])
             timed += len(names) * config["heads"] * sum(scores) / 2**31
-        of_cute = 18 * ("flash-attn-4" in names and list(config["passes"]) != ["forward"])
+        of_cute = (6 if list(config["passes"]) == ["forward"] else 18) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
         return float(7 + len(names) + compiled + of_cute + 0.07 * cells * passes + timed)
 
