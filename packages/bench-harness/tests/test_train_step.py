@@ -580,7 +580,12 @@ def test_nothing_is_left_of_a_variant_when_the_next_one_is_weighed(monkeypatch) 
 
     monkeypatch.setattr(moments, "held_before", held_before)
     cases = experiments.get("train-step").cases(
-        sizes=("custom",), variants=("torch-ddp",), world_sizes=(2,), alone=True, device="cpu", **TINY
+        sizes=("custom",),
+        variants=("torch-ddp",),
+        world_sizes=(2,),
+        alone=True,
+        device="cpu",
+        **TINY,
     )
     assert len(weigh_alone(cases[0].config)) == 2  # it and the step without communication
     assert left == [0, 0]
