@@ -60,8 +60,7 @@ def test_allreduce(run):
 def test_too_few_gpus_skip_the_case():
     for name in ("train-step", "allreduce"):
         experiment = experiments.get(name)
-        options = {"world_sizes": (64,)} if name == "allreduce" else {"world_size": 64}
-        (case, *_) = experiment.cases(device="cuda", **options)
+        (case, *_) = experiment.cases(device="cuda", world_sizes=(64,))
         with pytest.raises(experiments.CaseSkipped, match="must have 64 CUDA devices"):
             runner.run_case(case, print)
 
