@@ -52,6 +52,7 @@ def die_on_rank_1(rank: int, world_size: int) -> None:
 
 
 def warn(rank: int, world_size: int) -> str:
+    dist.barrier()  # as above
     warnings.warn(f"planted on rank {rank}", UserWarning, stacklevel=1)
     return "not an error"
 
