@@ -26,8 +26,8 @@ from flashattn_triton.inputs import (
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
+    Given,
     in_four_dimensions,
-    mask_and_bias_of,
     normalised,
 )
 from flashattn_triton.problem import (
@@ -276,22 +276,20 @@ def explain(
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
     options: dict[str, Any] = dict(keywords)
-    given = {name: options.pop(name, None) for name in NAMES}
+    tensors = {name: options.pop(name, None) for name in NAMES}
     layout, documents, *_ = (
         options.pop(name, None)
         for name in ("layout", "document_ids", "max_documents", "key_lengths")
     )
-    query, key, value, tensors = in_four_dimensions(
-        layout, query, key, value, tuple(given.values())
-    )
+    query, key, value, given = in_four_dimensions(layout, query, key, value, Given(**tensors))
     query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
     problem = new_problem("bhsd", query.shape[-1], **options)
-    resolved = mask_and_bias_of(normalised(problem, query, key, (*tensors, None, None)))
-    bias = given["bias"]
+    given = normalised(problem, query, key, given)
+    bias = tensors["bias"]
     if documents is not None:
-        del given["alibi_slopes"], given["sinks"]
-        refuse_with_packed_rows("document_ids", **given)
-    plan = choose(query, key, value, problem, tensors=resolved.names)
+        del tensors["alibi_slopes"], tensors["sinks"]
+        refuse_with_packed_rows("document_ids", **tensors)
+    plan = choose(query, key, value, problem, tensors=given.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":

@@ -1,21 +1,21 @@
 """Shared by all launchers: how tensors, problems and packed batches become arguments.
 
 Launchers are planned with (B, H, N, D) views of any strides. A packed batch comes as (1, H, T, D),
-a view of its (T, H, D), together with a :class:`Packing`. What is launched reads addresses alone,
-and allocates results in the layout of the problem (:func:`in_layout`).
+a view of its (T, H, D), and its sequences start where ``given`` says. What is launched reads
+addresses alone, and allocates results in the layout of the problem (:func:`in_layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.triton_versions import Parameter, TileView
 
@@ -26,9 +26,11 @@ _LARGEST_TILE = 256
 _LONGEST_STRIDE = 2**40
 
 
-# The kernels' parameters for tensors that may come with query, key and value.
-_STARTS = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
-_MASK_AND_BIAS = ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr")
+# The kernels' parameters for the tensors of Given.
+_POINTERS = (
+    *("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
+)
 # Query, key, value, output, logsumexp, and the gradients of the last two, the last None for zero.
 BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Strides = tuple[int, ...]
@@ -36,42 +38,18 @@ Strides = tuple[int, ...]
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
 
 
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch start, and the longest of them."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @property
-    def sequences(self) -> int:
-        """B."""
-        return self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def has_equal_lengths(self) -> bool:
-        """Whether both start at the same places, because ``cu_seqlens`` is one tensor: then each
-        sequence has as many keys as queries."""
-        return self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
+def given_parameters(given: Given) -> dict[str, Parameter]:
+    """The kernels' parameters for ``given``, by name."""
+    pairs = zip(_POINTERS, given, strict=True)
+    return {name: None if x is None else x.dtype for name, x in pairs}
 
 
-def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
-    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes, mask, sinks."""
-    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias)
-    given = zip((*_STARTS, *_MASK_AND_BIAS), tensors, strict=True)
-    return {name: None if x is None else x.dtype for name, x in given}
-
-
-def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, int]:
+def given_addresses(given: Given) -> dict[str, int]:
     """The addresses of :func:`given_parameters` that are not None."""
-    addresses = {}
-    if packing is not None:
-        addresses = {name: x.data_ptr() for name, x in zip(_STARTS, packing[:2], strict=True)}
-    if mask_and_bias is not NO_MASK_OR_BIAS:
-        given = zip(_MASK_AND_BIAS, mask_and_bias, strict=True)
-        addresses |= {name: x.data_ptr() for name, x in given if x is not None}
-    return addresses
+    if given is NOTHING:
+        return {}
+    pairs = zip(_POINTERS, given, strict=True)
+    return {name: x.data_ptr() for name, x in pairs if x is not None}
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
@@ -92,14 +70,14 @@ def is_wide(*strides: Strides) -> bool:
     return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
 
 
-def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> int:
+def tiles_of_head(shape: Sequence[int], tile: int, given: Given) -> int:
     """How many programs take the rows of one head of (B, H, N, D) tensors, or of a packed batch.
 
     Those of a packed batch are enough whatever its lengths are: see
     :func:`flashattn_triton.primitives.packed_tile_of_program`.
     """
     batch, _, rows, _ = shape
-    return batch * -(-rows // tile) if packing is None else rows // tile + packing.sequences + 1
+    return rows // tile + given.sequences + 1 if given.packed else batch * -(-rows // tile)
 
 
 def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -178,7 +178,7 @@ def flash_attention_backward(
     _check_sums(into, (query, key, value))
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
-    given: Given = (alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
+    given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
         first, last = seen_keys(query.shape[rows], key.shape[rows], problem)

@@ -23,7 +23,6 @@ from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
     BackwardTensors,
     Layout,
-    Packing,
     Strides,
     allocator,
     contiguous_strides,
@@ -33,7 +32,7 @@ from flashattn_triton.launch import (
     stride_numbers,
     tma_refusal,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
 
@@ -101,13 +100,13 @@ class HopperBackwardCall:
         self,
         tensors: BackwardTensors,
         problem: Problem,
-        packing: Packing | None = None,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
         device, dtype = query.device, query.dtype
         shapes = (query.shape, key.shape, value.shape)
-        packed = packing is not None
+        packed = given.packed
         viewed = problem.layout != "bhsd"
         read = (query, key, value, out, grad_out)
         copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(read)]
@@ -115,7 +114,7 @@ class HopperBackwardCall:
         copied = [part for part, _ in copies]
         self.copied = None if all(part is None for part in copied) else copied
         dl_stride = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
-        problem = without_offset(problem, packing)
+        problem = without_offset(problem, given)
         (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
         q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
         dq, dk, dv = (planned_output(x, x.shape[3]) for x in (query, key, value))
@@ -125,12 +124,12 @@ class HopperBackwardCall:
         config = backward_config((head_dim, value_dim), problem)
         queries, keys = config.queries, config.keys
         self.tiles: PackedTiles | None = None
-        if packing is None:
+        if not packed:
             rows = -(-n_queries // queries) * queries * batch * heads
             programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
         else:
             self.tiles = PackedTiles(
-                packing, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
+                given, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
             )
             rows = self.tiles.most[0] * queries * heads
             programs = (rows // ROWS, self.tiles.most[1] * kv_heads)
@@ -261,17 +260,16 @@ class HopperBackwardCall:
     def __call__(
         self,
         tensors: BackwardTensors,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs of these strides and alignments, added to ``into`` if given.
 
-        Nothing is needed of ``mask_and_bias``, in which there are sinks at most.
+        Of ``given``, only the starts of sequences are needed: the logsumexp includes sinks.
         """
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(tensors, packing, mask_and_bias, into)
+                return self(tensors, given, into)
         query, key, value, out, logsumexp, grad_out, grad_logsumexp = tensors
         if self.copied is not None:
             query, key, value, out, grad_out = [
@@ -305,8 +303,8 @@ class HopperBackwardCall:
         if self.order_counters:
             counters = query.new_zeros(self.order_counters, dtype=torch.int32)
             addresses["order_counters_ptr"] = counters.data_ptr()
-        if packing is not None and self.tiles is not None:
-            table = self.tiles(packing)
+        if self.tiles is not None:
+            table = self.tiles(given)
             addresses["tiles_ptr"] = table.data_ptr()
             addresses["key_tiles_ptr"] = table.data_ptr() + self.tiles.key_table
         self.preprocess(addresses)

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from flashattn_triton.hopper.launch import hopper_launch
 from flashattn_triton.hopper.schedule import FIELDS, SEQUENCES, most_tiles, packed_tiles_kernel
-from flashattn_triton.launch import Packing
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import Problem
 
 
-def without_offset(problem: Problem, packing: Packing | None) -> Problem:
+def without_offset(problem: Problem, given: Given) -> Problem:
     """The same problem where packed sequences have as many keys as queries.
 
     Their last query meets the last key on the diagonal that starts at the first of both.
     """
-    if packing is None or not packing.has_equal_lengths or not problem.bottom_right:
+    if not given.has_equal_lengths or not problem.bottom_right:
         return problem
     return replace(problem, causal="top-left" if problem.causal == "bottom-right" else "none")
 
@@ -31,7 +31,7 @@ class PackedTiles:
 
     def __init__(
         self,
-        packing: Packing,
+        given: Given,
         tokens: tuple[int, int],
         rows: tuple[int, int],
         *,
@@ -45,7 +45,7 @@ class PackedTiles:
         ``heads``: of queries. ``group``: how many tiles of one sequence are computed at the same
         time, see :func:`~flashattn_triton.hopper.schedule.packed_tiles_kernel`.
         """
-        n, (n_queries, n_keys) = packing.sequences, tokens
+        n, (n_queries, n_keys) = given.sequences, tokens
         of_key_side = most_tiles(n_keys, n, rows[1]) if of_keys else 0
         self.most = most_tiles(n_queries, n, rows[0]), of_key_side
         self.launch = hopper_launch(
@@ -63,12 +63,14 @@ class PackedTiles:
             {"ROWS": rows[0], "KEY_ROWS": rows[1], "FIELDS": FIELDS.value, "SEQUENCES": SEQUENCES},
         )
 
-    def __call__(self, packing: Packing) -> Tensor:
+    def __call__(self, given: Given) -> Tensor:
         """The table of queries, (1 + most, FIELDS) int32, and then that of keys.
 
         The first element of each says how many tiles follow.
         """
-        starts_q, starts_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+        starts_q, starts_k = given.cu_seqlens_q, given.cu_seqlens_k
+        assert starts_q is not None
+        assert starts_k is not None
         table = starts_q.new_empty((2 + sum(self.most)) * FIELDS.value)
         self.launch(
             {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import BackwardTensors, given_addresses, padded
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.primitives import (
@@ -279,10 +279,10 @@ class BiasCall:
     """
 
     def __init__(
-        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, mask_and_bias: MaskAndBias
+        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, given: Given
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
-        bias = mask_and_bias.bias
+        bias = given.bias
         assert bias is not None
         batch, heads, n_queries, head_dim = query.shape
         n_keys, dtype = key.shape[2], query.dtype
@@ -294,7 +294,7 @@ class BiasCall:
             key=key,
             value=value,
             problem=problem,
-            mask_and_bias=mask_and_bias,
+            given=given,
             grad_out=grad_out,
             n_padded=-(-n_queries // multiple) * multiple,
         )
@@ -327,16 +327,16 @@ class BiasCall:
         self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
         self.statistics = (batch * heads, 2, inputs.n_padded)
 
-    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+    def __call__(self, tensors: BackwardTensors, given: Given) -> Tensor:
         """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""
-        bias = mask_and_bias.bias
+        bias = given.bias
         assert bias is not None
         statistics = tensors[0].new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
         addresses = {
             **backward_addresses(tensors, statistics),
             "dB_ptr": gradient.data_ptr(),
-            **given_addresses(None, mask_and_bias),
+            **given_addresses(given),
         }
         self.preprocess(addresses)
         self.launch(addresses)

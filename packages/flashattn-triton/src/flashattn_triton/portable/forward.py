@@ -27,7 +27,6 @@ from torch import Tensor
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Layout,
-    Packing,
     can_use_tma,
     empty_row_statistic,
     given_addresses,
@@ -35,7 +34,7 @@ from flashattn_triton.launch import (
     planned_output,
     tile_view,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
@@ -267,8 +266,7 @@ class ForwardCall:
         value: Tensor,
         problem: Problem,
         tiles: Tiles,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
     ) -> None:
         out = planned_output(query, value.shape[3], problem.out_dtype)
         logsumexp = empty_row_statistic(out)
@@ -277,16 +275,15 @@ class ForwardCall:
             key=key,
             value=value,
             problem=problem,
-            mask_and_bias=mask_and_bias,
-            packing=packing,
+            given=given,
             results={"o": out.stride(), "l": logsumexp.stride()},
         )
-        bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
+        bias, scores = given.bias, (query.shape[2], key.shape[2])
         use_tma = tiles.use_tma and inputs.readable_by_tma
         bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
         parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
         if bias is not None and bias_tma:
-            strides = [stride or 0 for stride in mask_and_bias.bias_strides]
+            strides = [stride or 0 for stride in given.bias_strides]
             full = (*query.shape[:2], *scores)
             own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
             block = [1, 1, tiles.queries, tiles.keys]
@@ -297,7 +294,7 @@ class ForwardCall:
             parameters,
             walked=("K_ptr", "V_ptr"),
             bias_tma=bias_tma,
-            has_sinks=mask_and_bias.sinks is not None,
+            has_sinks=given.sinks is not None,
             negative_scale=problem.scale < 0,
             largest_only=problem.largest_only,
         )
@@ -306,10 +303,7 @@ class ForwardCall:
         self.logsumexp = in_layout(logsumexp, problem.layout)
 
     def __call__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        self, tensors: tuple[Tensor, Tensor, Tensor], given: Given = NOTHING
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1."""
         query, key, value = tensors
@@ -323,7 +317,7 @@ class ForwardCall:
             "V_ptr": value.data_ptr(),
             "O_ptr": out.data_ptr(),
             "L_ptr": logsumexp.data_ptr(),
-            **given_addresses(packing, mask_and_bias),
+            **given_addresses(given),
         }
         self.launch(addresses)
         return out, logsumexp

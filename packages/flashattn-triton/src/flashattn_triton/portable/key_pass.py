@@ -306,7 +306,7 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
         dq = tuple(stride // width for stride in inputs.results["dq"])
         inputs = replace(inputs, results={**inputs.results, "dq": dq})
     kv_heads = inputs.key.shape[1]
-    programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
+    programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.given) * kv_heads
     return inputs.launch(
         key_pass_kernel, tiles, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
         dq_mode=dq_mode.value, statistics_by_tma=statistics_by_tma,

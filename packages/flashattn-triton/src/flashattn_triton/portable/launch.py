@@ -21,7 +21,6 @@ from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Launch,
     Number,
-    Packing,
     Strides,
     can_use_tma,
     dot_precision,
@@ -34,7 +33,7 @@ from flashattn_triton.launch import (
     tile_view,
     tiles_of_head,
 )
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
 
@@ -95,7 +94,6 @@ class KernelInputs:
     """One kind of input of the portable kernels. Tensors are (B, H, N, D), with unit last strides.
 
     Attributes:
-        packing: where packed sequences start, else None.
         grad_out: dO, of a backward pass.
         results: strides of the output and the logsumexp, or of the gradients, by the letters that
             the kernels' parameters have.
@@ -107,8 +105,7 @@ class KernelInputs:
     key: Tensor
     value: Tensor
     problem: Problem
-    mask_and_bias: MaskAndBias
-    packing: Packing | None = None
+    given: Given = NOTHING
     grad_out: Tensor | None = None
     results: Mapping[str, Strides] = field(default_factory=dict)
     n_padded: int = 0
@@ -133,7 +130,7 @@ class KernelInputs:
         read = [self.key, self.value]
         if self.grad_out is not None:
             read += [self.query, self.grad_out]
-        return self.packing is None and all(map(can_use_tma, read))
+        return not self.given.packed and all(map(can_use_tma, read))
 
     def _options(self, kernel: Any, tiles: Tiles, **others: Any) -> KernelOptions:
         """The compile-time options of ``kernel``; ``others`` are those of this kernel alone.
@@ -141,7 +138,7 @@ class KernelInputs:
         ``tiles.use_tma`` counts only where the TMA can read the tensors.
         """
         left, right = self.problem.band
-        given, dtype = self.mask_and_bias, self.query.dtype
+        given, dtype = self.given, self.query.dtype
         has_prefix = given.prefix_lengths is not None
         one_sided = right is not None and right <= 0 and not has_prefix
         head_dim, value_dim = self.query.shape[3], self.value.shape[3]
@@ -149,7 +146,7 @@ class KernelInputs:
             e=value_dim,
             d_padded=padded(head_dim, dtype),
             e_padded=padded(value_dim, dtype),
-            packed=self.packing is not None,
+            packed=given.packed,
             bottom_right=self.problem.bottom_right,
             has_left=left is not None,
             has_softcap=self.problem.softcap is not None,
@@ -193,27 +190,26 @@ class KernelInputs:
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options of its own.
 
-        ``parameters``: its tensors besides inputs, ``grad_out`` and most of those of ``packing``
-        and ``mask_and_bias``. ``numbers``: its arguments that no other kernel has. ``programs``:
-        the grid; None if each program owns a tile of one head's queries. ``walked``: inputs that
-        the TMA loads if it can.
+        ``parameters``: its tensors besides inputs, ``grad_out`` and most of ``given``. ``numbers``:
+        its arguments that no other kernel has. ``programs``: the grid; None if each program owns a
+        tile of one head's queries. ``walked``: inputs that the TMA loads if it can.
         """
         known_options = self._options(kernel, tiles, **options)
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
         registers = None
         if programs is None:
-            programs = tiles_of_head(self.query.shape, tiles.queries, self.packing) * heads
-            if self.mask_and_bias.alibi_slopes is not None:
+            programs = tiles_of_head(self.query.shape, tiles.queries, self.given) * heads
+            if self.given.alibi_slopes is not None:
                 width = max(head_dim, self.value.shape[3])
                 registers = register_limit_of_alibi(tiles, self.query.dtype, width)
         outer = {name: stride[:3] for name, stride in self.strides.items()}
-        if self.packing is not None:  # sequences start where it says
+        if self.given.packed:  # sequences start where cu_seqlens says
             outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
         names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
         known = set(kernel.arg_names)
         every: dict[str, Number] = {
             **stride_numbers(**outer),
-            **dict(zip(names, self.mask_and_bias.bias_strides, strict=True)),
+            **dict(zip(names, self.given.bias_strides, strict=True)),
             "N_PADDED": self.n_padded,
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
@@ -223,13 +219,13 @@ class KernelInputs:
             **option_numbers(self.problem),
             **(numbers or {}),
         }
-        given = self._operands(tiles, walked if known_options.use_tma else ())
-        given |= given_parameters(self.packing, self.mask_and_bias)
+        tensors = self._operands(tiles, walked if known_options.use_tma else ())
+        tensors |= given_parameters(self.given)
         return Launch(
             kernel,
             self.query.device,
             programs,
-            {**{name: x for name, x in given.items() if name in known}, **parameters},
+            {**{name: x for name, x in tensors.items() if name in known}, **parameters},
             {name: x for name, x in every.items() if name in known},
             {
                 "D": head_dim,
