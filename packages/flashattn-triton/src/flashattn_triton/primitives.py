@@ -78,11 +78,10 @@ def dot_fp32(a, b, INFINITIES: tl.constexpr):
 
 
 @triton.jit
-def dot(
-    a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, INFINITIES: tl.constexpr = True
-):
+def dot(a, b, acc, OPTIONS: tl.constexpr, INFINITIES: tl.constexpr = True):
     """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
-    if INTERPRETED:
+    PRECISION: tl.constexpr = OPTIONS.precision
+    if OPTIONS.interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     if PRECISION == "bf16x6":
         product = dot_fp32(a, b, INFINITIES)
@@ -94,9 +93,9 @@ def dot(
 
 
 @triton.jit
-def loop_bound(x, INTERPRETED: tl.constexpr):
+def loop_bound(x, OPTIONS: tl.constexpr):
     """``x``. The interpreter's scalars are arrays of one element, which ``range`` does not take."""
-    if INTERPRETED:
+    if OPTIONS.interpreted:
         return integer_of(x)
     return x
 

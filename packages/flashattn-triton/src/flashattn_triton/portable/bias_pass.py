@@ -47,13 +47,12 @@ def _product_by_columns(
 ):  # fmt: skip
     """``a @ bᵀ`` of two tiles in memory, by columns: wide tiles do not fit the registers."""
     COLUMNS: tl.constexpr = OPTIONS.columns
-    PRECISION: tl.constexpr = OPTIONS.precision
     columns = tl.arange(0, COLUMNS)
     product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     for _ in range(0, WIDTH_PADDED, COLUMNS):
         a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
         b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
-        product = dot(a, tl.trans(b), product, PRECISION, OPTIONS.interpreted)
+        product = dot(a, tl.trans(b), product, OPTIONS)
         columns += COLUMNS
     return product
 
@@ -92,7 +91,6 @@ def _gradient_of_scores(
     _, n_queries, n_keys, _, _, _ = mask
     n_heads, heads_per_kv = heads
     bias_ptr, bias_strides, mask_ptr = bias
-    PRECISION: tl.constexpr = OPTIONS.precision
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
@@ -111,8 +109,8 @@ def _gradient_of_scores(
         k_tile = tma_load(k[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.d_padded)
         v_tile = tma_load(v[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.e_padded)
         do_tile = tma_load(do[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.e_padded)
-        s = dot(q_tile, tl.trans(k_tile), None, PRECISION, OPTIONS.interpreted)
-        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION, OPTIONS.interpreted)
+        s = dot(q_tile, tl.trans(k_tile), None, OPTIONS)
+        dp = dot(do_tile, tl.trans(v_tile), None, OPTIONS)
     else:
         n_rows, n_key_rows = n_queries - query_start, n_keys - key_start
         q_tile, stride_qq = _tile_at(q, b, h, first)
@@ -212,14 +210,12 @@ def bias_pass_kernel(
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
     if OPTIONS.shared_by_queries or OPTIONS.shared_by_keys:
-        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
+        for shared in range(loop_bound(n_shared, OPTIONS)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
             mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             for query_start in range(
-                loop_bound(own_query, OPTIONS.interpreted),
-                loop_bound(query_end, OPTIONS.interpreted),
-                Q_TILE_SIZE,
+                loop_bound(own_query, OPTIONS), loop_bound(query_end, OPTIONS), Q_TILE_SIZE
             ):
                 query_start = query_start + 0  # a tensor under the interpreter too
                 starts, stops = key_range(
@@ -227,9 +223,7 @@ def bias_pass_kernel(
                 )
                 start, stop = tl.maximum(starts[0], own_key), tl.minimum(stops[2], key_end)
                 for key_start in range(
-                    loop_bound(start, OPTIONS.interpreted),
-                    loop_bound(stop, OPTIONS.interpreted),
-                    K_TILE_SIZE,
+                    loop_bound(start, OPTIONS), loop_bound(stop, OPTIONS), K_TILE_SIZE
                 ):
                     key_start = key_start + 0
                     total += _gradient_of_scores(
@@ -244,7 +238,7 @@ def bias_pass_kernel(
             mask = mask_of(0, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             starts, stops = key_range(own_query, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS)
             n_shared = tl.where((own_key >= starts[0]) & (own_key < stops[2]), n_shared, 0)
-        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
+        for shared in range(loop_bound(n_shared, OPTIONS)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
             own_mask = mask_of(

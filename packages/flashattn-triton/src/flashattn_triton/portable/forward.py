@@ -87,14 +87,10 @@ def _attend(
     offset, n_keys = mask[0], mask[2]
     bias_batch, bias_head = bias_position
     K_TILE_SIZE: tl.constexpr = keys.shape[0]
-    INTERPRETED: tl.constexpr = OPTIONS.interpreted
-    PRECISION: tl.constexpr = OPTIONS.precision
-    for key_start in range(
-        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
-    ):
+    for key_start in range(loop_bound(start, OPTIONS), loop_bound(stop, OPTIONS), K_TILE_SIZE):
         key_start = key_start + 0  # a tensor under the interpreter too
         k = load_tile(key_source, kv_position, key_start, n_keys, keys, columns, D, MASKED, OPTIONS)
-        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        s = dot(q, tl.trans(k), None, OPTIONS)  # (Q_TILE_SIZE, K_TILE_SIZE)
         z, unit, _ = scores_tile(
             s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, mask, added,
             (bias_batch, bias_head, first_diagonal - offset), factors, is_causal, OPTIONS, MASKED,
@@ -115,7 +111,7 @@ def _attend(
                 value_source, kv_position, key_start, n_keys, keys, value_columns, OPTIONS.e,
                 MASKED, OPTIONS,
             )  # fmt: skip
-            acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
+            acc = dot(p.to(v.dtype), v, acc, OPTIONS)
         row_max = new_max
     return acc, row_sum, row_max
 

@@ -53,6 +53,7 @@ class KernelOptions:
     precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
     interpreted: Triton's interpreter runs the kernel.
     use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
+    reloads: wide fp32 operands are loaded once more by it, see ``primitives.tma_reload``.
     adds: gradients are added to what is in memory, in fp32.
     largest_only: the forward kernel computes each query's largest score alone.
     dq_mode: how the key pass adds its part of dQ. statistics_by_tma: it loads them from a
@@ -77,6 +78,7 @@ class KernelOptions:
     precision: str
     interpreted: bool
     use_tma: bool
+    reloads: bool
     adds: bool
     bias_tma: bool = False
     has_sinks: bool = False
@@ -141,10 +143,11 @@ class KernelInputs:
         given, dtype = self.given, self.query.dtype
         has_prefix = given.prefix_lengths is not None
         one_sided = right is not None and right <= 0 and not has_prefix
-        head_dim, value_dim = self.query.shape[3], self.value.shape[3]
+        d_padded, value_dim = padded(self.query.shape[3], dtype), self.value.shape[3]
+        precision, use_tma = dot_precision(dtype), tiles.use_tma and self.readable_by_tma
         return KernelOptions(
             e=value_dim,
-            d_padded=padded(head_dim, dtype),
+            d_padded=d_padded,
             e_padded=padded(value_dim, dtype),
             packed=given.packed,
             bottom_right=self.problem.bottom_right,
@@ -155,9 +158,10 @@ class KernelInputs:
             has_bias=given.bias is not None,
             has_mask=given.mask is not None,
             wide=is_wide(*self.strides.values()),
-            precision=dot_precision(dtype),
+            precision=precision,
             interpreted=not isinstance(kernel, triton.JITFunction),
-            use_tma=tiles.use_tma and self.readable_by_tma,
+            use_tma=use_tma,
+            reloads=use_tma and precision == "bf16x6" and d_padded > 128,
             adds=self.adds,
             **others,
         )

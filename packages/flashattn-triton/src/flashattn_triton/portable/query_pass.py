@@ -60,20 +60,15 @@ def _differentiate_queries(
     """Adds what keys ``start`` to ``stop`` contribute to dQ."""
     n_keys = mask[2]
     K_TILE_SIZE: tl.constexpr = keys.shape[0]
-    INTERPRETED: tl.constexpr = OPTIONS.interpreted
-    PRECISION: tl.constexpr = OPTIONS.precision
-    WIDE_FP32: tl.constexpr = OPTIONS.use_tma and PRECISION == "bf16x6" and columns.shape[0] > 128
-    for key_start in range(
-        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
-    ):
+    for key_start in range(loop_bound(start, OPTIONS), loop_bound(stop, OPTIONS), K_TILE_SIZE):
         key_start = key_start + 0  # a tensor under the interpreter too
         k = load_tile(key_source, kv_position, key_start, n_keys, keys, columns, D, MASKED, OPTIONS)
         v = load_tile(
             value_source, kv_position, key_start, n_keys, keys, value_columns, OPTIONS.e, MASKED,
             OPTIONS,
         )  # fmt: skip
-        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
+        s = dot(q, tl.trans(k), None, OPTIONS)  # (Q_TILE_SIZE, K_TILE_SIZE)
+        dp = dot(do, tl.trans(v), None, OPTIONS)
         p, s = probabilities(
             s, logsumexp, queries, key_start, keys, key_start, mask, added, factors, is_causal,
             OPTIONS, MASKED, False,
@@ -81,9 +76,9 @@ def _differentiate_queries(
         ds = p * (dp - delta[:, None])
         if OPTIONS.has_softcap:
             ds = ds * (1.0 - s * s)
-        if WIDE_FP32:
+        if OPTIONS.reloads:
             k = tma_reload(key_source, kv_position, key_start, n_keys, keys, columns)
-        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
+        dq = dot(ds.to(k.dtype), k, dq, OPTIONS, INFINITIES=not OPTIONS.reloads)
     return dq
 
 
