@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flashattn_triton import triton_versions
-from flashattn_triton.configs import Tiles
 from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.triton_versions import Parameter, TileView
@@ -164,16 +163,6 @@ def option_numbers(problem: Problem) -> dict[str, float]:
         "window_left": 0 if left is None else min(left, _WIDEST_WINDOW),
         "window_right": 0 if right is None else min(right, _WIDEST_WINDOW),
     }
-
-
-def register_limit_of_alibi(tiles: Tiles, dtype: torch.dtype, width: int) -> int | None:
-    """How many registers a thread may have, so that as many programs fit as without ALiBi.
-
-    For narrow heads, the programs that own queries take 140 to 158 registers without it, and three
-    of 4 warps share a multiprocessor of sm_90. With it the compiler takes up to 217.
-    """
-    narrow = dtype.itemsize == 2 and width <= 64
-    return 168 if narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
 def tma_refusal(

@@ -286,18 +286,13 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
         return given
     batch = given.sequences if given.packed else query.shape[0]
     resolved = resolve_mask_and_bias(given, problem.layout, (batch,), query, key)
-    if prefix_lengths is not None:
-        check_prefix_options(problem)
-    return resolved
-
-
-def check_prefix_options(problem: Problem) -> None:
-    """Raises ``ValueError`` unless the mask is one that a prefix can extend."""
+    if prefix_lengths is None:
+        return resolved
     if problem.causal not in ("top-left", "bottom-right"):
-        given = False if problem.causal == "none" else problem.causal
+        causal = False if problem.causal == "none" else problem.causal
         raise ValueError(
             f"causal must be 'top-left' or 'bottom-right' where prefix_lengths are given, but got "
-            f"{given!r}. Without a causal mask every query sees the prefix: leave "
+            f"{causal!r}. Without a causal mask every query sees the prefix: leave "
             f"prefix_lengths out."
         )
     if problem.window != (None, None):
@@ -305,6 +300,7 @@ def check_prefix_options(problem: Problem) -> None:
             f"window must be None where prefix_lengths are given, but got {problem.window}. Leave "
             f"one of them out."
         )
+    return resolved
 
 
 def check_sinks(sinks: object, heads: int, device: torch.device) -> None:

@@ -27,6 +27,7 @@ class PackedTiles:
     """The kernel that writes the tables of tiles of one kind of packed batch.
 
     ``most``: how many tiles of queries there can be, and how many of keys, if ``of_keys``.
+    ``key_table``: the bytes before the table of keys.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class PackedTiles:
         n, (n_queries, n_keys) = given.sequences, tokens
         of_key_side = most_tiles(n_keys, n, rows[1]) if of_keys else 0
         self.most = most_tiles(n_queries, n, rows[0]), of_key_side
+        first_of_keys = (1 + self.most[0]) * FIELDS.value
+        self.key_table = first_of_keys * 4
         self.launch = hopper_launch(
             packed_tiles_kernel,
             -(-(n + 1) // SEQUENCES) * (1 + of_keys),
@@ -58,7 +61,7 @@ class PackedTiles:
                 "N_KEYS": n_keys,
                 "N_HEADS": heads,
                 "GROUP": group,
-                "KEY_TABLE": (1 + self.most[0]) * FIELDS.value,
+                "KEY_TABLE": first_of_keys,
             },
             {"ROWS": rows[0], "KEY_ROWS": rows[1], "FIELDS": FIELDS.value, "SEQUENCES": SEQUENCES},
         )
@@ -80,8 +83,3 @@ class PackedTiles:
             }
         )
         return table
-
-    @property
-    def key_table(self) -> int:
-        """The bytes before the table of keys."""
-        return (1 + self.most[0]) * int(FIELDS.value) * 4
