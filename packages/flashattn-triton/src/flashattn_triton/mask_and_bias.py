@@ -355,14 +355,16 @@ def with_mask(
 
 
 def without_unseen_keys(
-    problem: Problem, n_queries: int, key: Tensor, value: Tensor, given: Given
-) -> tuple[Tensor, Tensor, Given]:
-    """A dense call's key, value and other tensors without keys that its band hides from all.
+    problem: Problem, n_queries: int, tensors: Sequence[Tensor], given: Given
+) -> tuple[Sequence[Tensor], Given]:
+    """A dense call's tensors without keys that its band hides from all.
 
     The product of a probability 0 with what such keys hold could be NaN, and they cost time. Those
-    behind a prefix, whose length is on the device, become zeros instead.
+    behind a prefix, whose length is on the device, become zeros instead. ``tensors``: key and
+    value, and others with a row for each key, which are never copied.
     """
-    unchanged = key, value, given
+    unchanged = tensors, given
+    key, value, *others = tensors
     slopes, bias, prefix_lengths, mask, sinks, *starts = given
     rows = 1 if problem.layout == "bshd" else 2
     n_keys = key.shape[rows]
@@ -376,15 +378,15 @@ def without_unseen_keys(
         if prefix_lengths.shape != key.shape[:1] or problem.bottom_right:
             return unchanged
         seen = torch.arange(n_keys, device=key.device) < prefix_lengths.clamp(min=last)[:, None]
-        return *_with_zeros(seen[:, None], key, value, problem.layout), given
-    key, value = (x.narrow(rows, first, last - first) for x in (key, value))
+        return (*_with_zeros(seen[:, None], key, value, problem.layout), *others), given
+    tensors = [x.narrow(rows, first, last - first) for x in tensors]
     if bias is None and mask is None:
-        return key, value, given
+        return tensors, given
     if bias is not None and columns > 1:
         bias = bias[..., first:last]
     if mask is not None:
         mask = mask[:, first:last].contiguous()
-    return key, value, Given(slopes, bias, prefix_lengths, mask, sinks, *starts)
+    return tensors, Given(slopes, bias, prefix_lengths, mask, sinks, *starts)
 
 
 def _with_zeros(seen: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,13 @@ from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
-from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, without_offset
+from flashattn_triton.hopper.launch import (
+    PackedTiles,
+    edges,
+    hopper_launch,
+    tile_map,
+    without_offset,
+)
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (

@@ -16,8 +16,13 @@ from flashattn_triton.hopper.configs import (
     forward_widths,
 )
 from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
-from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, without_offset
+from flashattn_triton.hopper.launch import (
+    PackedTiles,
+    edges,
+    hopper_launch,
+    tile_map,
+    without_offset,
+)
 from flashattn_triton.launch import (
     allocator,
     current_device,

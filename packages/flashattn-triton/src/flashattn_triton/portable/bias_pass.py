@@ -66,19 +66,13 @@ def _tile_at(tensor, batch, head, first):
 
 @triton.jit
 def _gradient_of_scores(
-    q,  # pointers, or descriptors, with the strides of batch, head and row
-    k,
-    v,
-    do,
-    statistics_ptr,
-    slopes_ptr,
-    bias,  # a pointer, its four strides, and the mask's pointer
+    operands,  # Q, K, V and dO: pointers, or descriptors, with the strides of batch, head and row
+    others,  # pointers to statistics, slopes, the bias, with its four strides, and the mask
+    sizes,  # queries that have statistics, heads of queries, and of queries for each of keys
     batch,
     head,
     query_start,
     key_start,
-    n_padded,
-    heads,  # of queries, and of queries for each of keys
     mask,
     factors,
     D: tl.constexpr,
@@ -89,8 +83,9 @@ def _gradient_of_scores(
 ):
     """dS of one tile of one head of one batch element, behind the soft-cap."""
     _, n_queries, n_keys, _, _, _ = mask
-    n_heads, heads_per_kv = heads
-    bias_ptr, bias_strides, mask_ptr = bias
+    q, k, v, do = operands
+    statistics_ptr, slopes_ptr, bias_ptr, bias_strides, mask_ptr = others
+    n_padded, n_heads, heads_per_kv = sizes
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
@@ -201,11 +196,13 @@ def bias_pass_kernel(
         query_end = tl.minimum(own_query + Q_TILE_SIZE, N_QUERIES)
     if not OPTIONS.shared_by_keys:
         key_end = tl.minimum(own_key + K_TILE_SIZE, N_KEYS)
-    q = (Q_ptr, stride_qb, stride_qh, stride_qq)
-    k = (K_ptr, stride_kb, stride_kh, stride_kk)
-    v = (V_ptr, stride_vb, stride_vh, stride_vk)
-    do = (dO_ptr, stride_dob, stride_doh, stride_doq)
-    bias = (bias_ptr, (stride_bb, stride_bh, stride_bq, stride_bk), mask_ptr)
+    operands = (
+        (Q_ptr, stride_qb, stride_qh, stride_qq), (K_ptr, stride_kb, stride_kh, stride_kk),
+        (V_ptr, stride_vb, stride_vh, stride_vk), (dO_ptr, stride_dob, stride_doh, stride_doq),
+    )  # fmt: skip
+    bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)
+    others = (statistics_ptr, slopes_ptr, bias_ptr, bias_strides, mask_ptr)
+    sizes, factors = (N_PADDED, N_HEADS, HEADS_PER_KV), (scale, softcap)
 
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
@@ -227,9 +224,8 @@ def bias_pass_kernel(
                 ):
                     key_start = key_start + 0
                     total += _gradient_of_scores(
-                        q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, query_start,
-                        key_start, N_PADDED, (N_HEADS, HEADS_PER_KV), mask, (scale, softcap), D,
-                        Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
+                        operands, others, sizes, batch, head, query_start, key_start, mask,
+                        factors, D, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
                     )  # fmt: skip
     else:
         # One tile for each element that shares the bias: no other loop, so that the next element's
@@ -245,9 +241,8 @@ def bias_pass_kernel(
                 batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS
             )
             total += _gradient_of_scores(
-                q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, own_query, own_key,
-                N_PADDED, (N_HEADS, HEADS_PER_KV), own_mask, (scale, softcap), D, Q_TILE_SIZE,
-                K_TILE_SIZE, is_causal, OPTIONS,
+                operands, others, sizes, batch, head, own_query, own_key, own_mask, factors, D,
+                Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
             )  # fmt: skip
 
     width = 1 if OPTIONS.shared_by_keys else N_KEYS
