@@ -73,7 +73,7 @@ def tiles_of_head(shape: Sequence[int], tile: int, given: Given) -> int:
     """How many programs take the rows of one head of (B, H, N, D) tensors, or of a packed batch.
 
     Those of a packed batch are enough whatever its lengths are: see
-    :func:`flashattn_triton.primitives.packed_tile_of_program`.
+    :func:`flashattn_triton.primitives.tile_of_program`.
     """
     batch, _, rows, _ = shape
     return rows // tile + given.sequences + 1 if given.packed else batch * -(-rows // tile)
