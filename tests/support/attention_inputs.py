@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_cases import Case
-from flashattn_triton.mask_and_bias import Given, resolve_mask_and_bias
+from flashattn_triton.mask_and_bias import NOTHING, Given, resolve_mask_and_bias
 from flashattn_triton.problem import Problem
 
 
@@ -39,6 +40,11 @@ class Inputs:
     @property
     def options(self) -> Problem:
         return self.case.options
+
+
+def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
+    """What the operators take behind query, key and value, and behind the results."""
+    return (*given, *problem.pack())
 
 
 def gapped(x: Tensor, *, row_gap: int = 0, last_stride: int = 1) -> Tensor:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_inputs import operator_arguments
 from flashattn_triton import (
     Tiles,
     Tiling,
@@ -25,7 +26,6 @@ from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flashattn_triton.launch import tile_view
 from flashattn_triton.mask_and_bias import NOTHING, Given
-from flashattn_triton.op import operator_arguments
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
 from flashattn_triton.tiled import Band, tiled_backward, tiled_forward

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention_inputs import operator_arguments
 from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen
 from flashattn_triton.mask_and_bias import Given
-from flashattn_triton.op import operator_arguments
 from flashattn_triton.problem import new_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

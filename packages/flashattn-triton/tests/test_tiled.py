@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_inputs import operator_arguments
 from flashattn_triton import FlashAttention2PyTorch, tiled
 from flashattn_triton.mask_and_bias import Given
-from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
+from flashattn_triton.op import BACKWARD, FORWARD
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
 from flashattn_triton.tiled import Band, tiled_backward, tiled_forward

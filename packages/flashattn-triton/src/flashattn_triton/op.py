@@ -221,11 +221,6 @@ TANGENTS = torch.ops.flashattn_triton.tangents.default
 TENSORS_OF_TANGENTS = 12 + len(GIVEN)
 
 
-def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
-    """What the operators take behind query, key and value, and behind the results."""
-    return (*given, *problem.pack())
-
-
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call, given = _call_of(query, key, value, rest)
     return call.forward(query, key, value, given)

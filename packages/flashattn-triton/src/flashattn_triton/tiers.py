@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan
 from flashattn_triton.launch import (
     BackwardTensors,
@@ -75,7 +74,23 @@ def gradients_launcher(
     of_bias: Callable[..., Tensor] | None = None
     of_sinks: Callable[..., Tensor] | None = None
     if needs[0] or (needs[1] and tiling is None):
-        main = _backward_launcher(tensors, problem, plan, tiling, given, needs, into)
+        views, sums = _views(tensors, problem), _views(into, problem)
+        by_hopper = plan.runs_hopper_backward(problem)
+        if by_hopper and into:
+            from flashattn_triton.hopper.backward import can_add
+
+            by_hopper = can_add((views[0].shape[3], views[2].shape[3]), sums)
+        if by_hopper:
+            from flashattn_triton.hopper.backward import HopperBackwardCall
+
+            main = HopperBackwardCall(views, problem, given, sums)
+        elif tiling is None:
+            main = functools.partial(_tiled_backward, problem, needs)
+        else:
+            from flashattn_triton.portable.backward import BackwardCall
+
+            views = _views(readable(tensors), problem)
+            main = _on_copies(BackwardCall(views, problem, tiling, given, sums), tensors)
     if main is not None and not needs[1] and not needs[2]:
         return main
     if needs[1] and tiling is not None:
@@ -102,25 +117,6 @@ def gradients_launcher(
         return *(found[:3] if needs[0] else none), dbias, dsinks
 
     return launch
-
-
-def _backward_launcher(
-    tensors: BackwardTensors, problem: Problem, plan: Plan, tiling: Tiling | None, given: Given,
-    needs: Needs, into: Sequence[Tensor],
-) -> BackwardLauncher:  # fmt: skip
-    views, sums = _views(tensors, problem), _views(into, problem)
-    if plan.runs_hopper_backward(problem):
-        from flashattn_triton.hopper.backward import HopperBackwardCall, can_add
-
-        if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
-            return HopperBackwardCall(views, problem, given, sums)
-    if tiling is None:
-        return functools.partial(_tiled_backward, problem, needs)
-    from flashattn_triton.portable.backward import BackwardCall
-
-    views = _views(readable(tensors), problem)
-    call = BackwardCall(views, problem, tiling, given, sums)
-    return _on_copies(call, tensors)
 
 
 def _views(tensors: Sequence[Any], problem: Problem) -> tuple[Any, ...]:

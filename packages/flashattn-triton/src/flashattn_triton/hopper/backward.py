@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flashattn_triton.hopper import forward
 from flashattn_triton.hopper.backward_256 import backward_256_kernel
-from flashattn_triton.hopper.backward_common import BackwardOptions
+from flashattn_triton.hopper.backward_common import OWN, STATISTICS, BackwardOptions
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
-from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
 from flashattn_triton.hopper.launch import (

@@ -44,10 +44,10 @@ from flashattn_triton.hopper.backward_common import (
     load_keys,
     load_output_gradient,
     load_queries,
+    subtract,
     work_of_program,
     wrapped,
 )
-from flashattn_triton.hopper.backward_products import subtract
 from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import WARPS, allow_addition, next_query_tile, store_tile
 from flashattn_triton.hopper.scores import probabilities, tanh
