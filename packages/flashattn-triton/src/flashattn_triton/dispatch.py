@@ -16,7 +16,7 @@ from torch import Tensor
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
-from flashattn_triton.hopper.configs import describe_backward, describe_forward
+from flashattn_triton.hopper.configs import backward_config, forward_config
 from flashattn_triton.inputs import (
     check_tensors,
     refuse_unknown,
@@ -293,10 +293,18 @@ def explain(
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        n_queries, n_rows = query.shape[-2], query.shape[:-1].numel()
-        lines.append(describe_forward(head_dims, n_queries, problem, n_rows))
+        shape = forward_config(head_dims, query.shape[-2], problem, query.shape[:-1].numel())
+        lines.append(
+            f"forward: {shape.queries} queries x {shape.keys} keys, {shape.consumers} consumers "
+            f"of 4 warps, {shape.stages} stages"
+        )
     if plan.runs_hopper_backward(problem):
-        lines.append(describe_backward(head_dims, problem))
+        tile = backward_config(head_dims, problem)
+        order = " in a fixed order" if problem.deterministic else ""
+        lines.append(
+            f"backward, fused (dQ by fp32 addition{order}): {tile.queries} queries x {tile.keys} "
+            f"keys, 2 consumers of 4 warps, 2 stages"
+        )
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not problem.deterministic:

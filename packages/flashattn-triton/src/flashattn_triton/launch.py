@@ -16,17 +16,16 @@ from torch import Tensor
 from flashattn_triton import triton_versions
 from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem, as_given, heads_first
-from flashattn_triton.triton_versions import Parameter, TileView
+from flashattn_triton.triton_versions import Parameter, Pointer, TileView
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
-_LARGEST_TILE = 256
 # A TMA descriptor holds strides below 2^40 bytes.
 _LONGEST_STRIDE = 2**40
 
 
 # The kernels' parameters for the tensors of Given.
-_POINTERS = (
+POINTERS = (
     *("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr"),
     *("cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
 )
@@ -37,17 +36,11 @@ Strides = tuple[int, ...]
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
 
 
-def given_parameters(given: Given) -> dict[str, Parameter]:
-    """The kernels' parameters for ``given``, by name."""
-    pairs = zip(_POINTERS, given, strict=True)
-    return {name: None if x is None else x.dtype for name, x in pairs}
-
-
 def given_addresses(given: Given) -> dict[str, int]:
-    """The addresses of :func:`given_parameters` that are not None."""
+    """The addresses of :data:`POINTERS` that are not None."""
     if given is NOTHING:
         return {}
-    pairs = zip(_POINTERS, given, strict=True)
+    pairs = zip(POINTERS, given, strict=True)
     return {name: x.data_ptr() for name, x in pairs if x is not None}
 
 
@@ -62,11 +55,6 @@ def padded(width: int, dtype: torch.dtype) -> int:
 def unit_last_stride(x: Tensor) -> Tensor:
     """``x``, copied if elements of one row are not neighbours: rows are read 16 bytes at a time."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def is_wide(*strides: Strides) -> bool:
-    """Whether the rows of one tile can be more than 2^31 elements apart."""
-    return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
 
 
 def tiles_of_head(shape: Sequence[int], tile: int, given: Given) -> int:
@@ -296,15 +284,17 @@ class Launch:
 
         Without addresses, for multiples of 16. Triton's interpreter returns None.
         """
-        leading = []
-        for name, x in self.parameters.items():
-            if isinstance(x, TileView):  # a compiler looks at no tensor in particular
-                leading.append(x.of(torch.empty(0, dtype=x.dtype, device="meta")))
-            else:
-                address = (addresses or {}).get(name, 0)
-                leading.append(x and triton_versions.Pointer(x, address % 16))
+        remainders = {name: address % 16 for name, address in (addresses or {}).items()}
+        leading = self._leading(lambda name, dtype: Pointer(dtype, remainders.get(name, 0)))
         rest = {**self.constants, **self.options}
         return self.kernel.warmup(*leading, *self.numbers.values(), grid=self.grid, **rest)
+
+    def _leading(self, base: Callable[[str, torch.dtype], Any]) -> list[Any]:
+        """Arguments for ``parameters``; ``base`` makes those of a name and a dtype."""
+        return [
+            x.of(base(name, x.dtype)) if isinstance(x, TileView) else x and base(name, x)
+            for name, x in self.parameters.items()
+        ]
 
     def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers.values(), *self.constants.values())
@@ -323,14 +313,9 @@ class Launch:
 
     def _launch_by_triton(self, addresses: Mapping[str, int]) -> None:
         """Launches by Triton's own launcher, or in its interpreter."""
-        leading: list[Any] = []
-        for name, x in self.parameters.items():
-            if x is None:
-                leading.append(None)
-                continue
-            dtype = x.dtype if isinstance(x, TileView) else x
-            base = triton_versions.tensor_at(self.kernel, addresses[name], dtype)
-            leading.append(x.of(base) if isinstance(x, TileView) else base)
+        leading = self._leading(
+            lambda name, dtype: triton_versions.tensor_at(self.kernel, addresses[name], dtype)
+        )
         rest = (*self.numbers.values(), *self.constants.values())
         self.kernel[self.grid](*leading, *rest, **self.options)
 

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
+    POINTERS,
     Launch,
     Number,
     Strides,
     can_use_tma,
     dot_precision,
-    given_parameters,
-    is_wide,
     option_numbers,
     padded,
     stride_numbers,
@@ -35,6 +34,8 @@ from flashattn_triton.launch import (
 from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
+
+_LARGEST_TILE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ class KernelInputs:
         given, dtype = self.given, self.query.dtype
         has_prefix = given.prefix_lengths is not None
         one_sided = right is not None and right <= 0 and not has_prefix
+        strides = self.strides.values()
         d_padded, value_dim = padded(self.query.shape[3], dtype), self.value.shape[3]
         precision, use_tma = dot_precision(dtype), tiles.use_tma and self.readable_by_tma
         return KernelOptions(
@@ -156,7 +158,7 @@ class KernelInputs:
             alibi=0 if given.alibi_slopes is None else 1 + one_sided,
             has_bias=given.bias is not None,
             has_mask=given.mask is not None,
-            wide=is_wide(*self.strides.values()),
+            wide=any(abs(rows) * _LARGEST_TILE >= 2**31 for _, _, rows, *_ in strides),
             precision=precision,
             interpreted=not isinstance(kernel, triton.JITFunction),
             use_tma=use_tma,
@@ -225,7 +227,8 @@ class KernelInputs:
             **(numbers or {}),
         }
         tensors = self._operands(tiles, walked if known_options.use_tma else ())
-        tensors |= given_parameters(self.given)
+        pairs = zip(POINTERS, self.given, strict=True)
+        tensors |= {name: None if x is None else x.dtype for name, x in pairs}
         return Launch(
             kernel,
             self.query.device,
