@@ -360,7 +360,7 @@ def largest_scores(
     check_tensors(query=query, key=key)
     starts = given_starts(cu_seqlens_q, cu_seqlens_k)
     given = Given(alibi_slopes, bias, prefix_lengths, None, None, *starts)
-    packed = given.packed
+    packed = starts[0] is not None
     if packed and bias is not None:
         raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
     if keywords.get("implementation") == "hopper":

@@ -101,14 +101,6 @@ def in_layout(x: Tensor, layout: str) -> Layout:
     return tuple(x.shape), x.stride(), x.dtype
 
 
-def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """The strides of a contiguous tensor without empty dimensions."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))
-
-
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
     """What allocates an uninitialised tensor of a :data:`Layout` on ``device``, a current one.
 

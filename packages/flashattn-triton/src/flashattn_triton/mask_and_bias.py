@@ -281,10 +281,10 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
 
     ``query`` and ``key`` have been checked, and have the layout of ``problem``.
     """
-    alibi_slopes, bias, prefix_lengths, mask, sinks, _, _ = given
+    alibi_slopes, bias, prefix_lengths, mask, sinks, starts, _ = given
     if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
         return given
-    batch = given.sequences if given.packed else query.shape[0]
+    batch = query.shape[0] if starts is None else starts.shape[0] - 1
     resolved = resolve_mask_and_bias(given, problem.layout, (batch,), query, key)
     if prefix_lengths is None:
         return resolved

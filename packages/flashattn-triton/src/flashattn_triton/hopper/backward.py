@@ -29,7 +29,6 @@ from flashattn_triton.launch import (
     Layout,
     Strides,
     allocator,
-    contiguous_strides,
     current_device,
     in_layout,
     planned_output,
@@ -40,7 +39,6 @@ from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
 
-LOG2_E = 1.4426950408889634
 # Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
 _SMALL_COPY = 2**20
 # By the width of tiles of Q and K: the kernel, and their columns in one load.
@@ -76,8 +74,8 @@ def copied_part(x: Tensor, *, may_repeat: bool, viewed: bool) -> tuple[Part | No
     if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, itemsize=2) is None:
         return None, strides
     if not viewed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
-        return (), contiguous_strides(shape)
-    copy = contiguous_strides(own)
+        return (), torch.empty(shape, device="meta").stride()
+    copy = torch.empty(own, device="meta").stride()
     return (own, strides), tuple(
         [0 if n < whole else stride for n, whole, stride in zip(own, shape, copy, strict=True)]
     )
@@ -235,7 +233,7 @@ class HopperBackwardCall:
                 "offset": offset,
                 "band": band,
                 "scale": problem.scale,
-                "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+                "scale_log2": (problem.scale if softcap is None else softcap) * forward.LOG2_E,
                 "tanh_scale": None if softcap is None else problem.scale / softcap,
                 **of_sums,
             },
