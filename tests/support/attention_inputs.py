@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention_cases import Case
-from flashattn_triton.mask_and_bias import NAMES, MaskAndBias, resolve_mask_and_bias
+from flashattn_triton.mask_and_bias import NOTHING, Given, resolve_mask_and_bias
 from flashattn_triton.problem import Problem
 
 
@@ -29,17 +30,21 @@ class Inputs:
         return self.tensors.get("bias")
 
     @property
-    def mask_and_bias(self) -> MaskAndBias:
-        given = dict.fromkeys(NAMES) | self.tensors | {"bias": None}
+    def given(self) -> Given:
         layout = "thd" if self.query.dim() == 3 else "bhsd"
-        tensors = tuple(given.values())
+        given = Given(**self.tensors)._replace(bias=None)
         leading = (self.case.batch,)
-        resolved = resolve_mask_and_bias(tensors, layout, leading, self.query, self.key)
+        resolved = resolve_mask_and_bias(given, layout, leading, self.query, self.key)
         return resolved._replace(bias=self.bias)  # may be of a dtype that only the oracle takes
 
     @property
     def options(self) -> Problem:
         return self.case.options
+
+
+def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
+    """What the operators take behind query, key and value, and behind the results."""
+    return (*given, *problem.pack())
 
 
 def gapped(x: Tensor, *, row_gap: int = 0, last_stride: int = 1) -> Tensor:

@@ -87,10 +87,11 @@ def reference(inputs: Inputs, dtype: torch.dtype, lse_gradient: bool) -> dict[st
     """The definition's results in ``dtype``, gradients included."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        problem, mask_and_bias = inputs.options, converted.mask_and_bias
+        problem, given = inputs.options, converted.given
         if not inputs.case.packed:
-            return attention_reference(q, k, v, problem, mask_and_bias, dtype=dtype)
-        given = (*mask_and_bias, *inputs.case.cu_seqlens("cpu"))
+            return attention_reference(q, k, v, problem, given, dtype=dtype)
+        starts_q, starts_k = inputs.case.cu_seqlens("cpu")
+        given = given._replace(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
         problem = replace(problem, layout="thd")
         return attend_by_definition(problem, q, k, v, given, dtype=dtype)
 

@@ -26,7 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
-from flashattn_triton.launch import Launch, Packing
+from flashattn_triton.launch import Launch
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -167,27 +168,25 @@ def launch(request: Request) -> None:
         torch.empty(batch, *shape, dtype=DTYPES[request.dtype], device="meta")
         for shape in ((4, n_queries, width), (2, n_keys, width), (2, n_keys, value_width))
     )
-    packing = None
+    tensors = {}
     if request.sequences:
         starts = torch.empty(request.sequences + 1, dtype=torch.int32, device="meta")
-        packing = Packing(
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts.clone(),
-            max_seqlen_q=n_queries,
-            max_seqlen_k=n_keys,
-        )
-    given = dict(request.options)  # as JSON has them
-    if "out_dtype" in given:
-        given["out_dtype"] = getattr(torch, given["out_dtype"])
-    options = new_problem(head_dim=width, **given)
+        tensors = {"cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+    if request.direction == "forward" and request.sinks:
+        tensors["sinks"] = torch.empty(4, dtype=query.dtype, device="meta")
+    given = Given(**tensors)
+    keywords = dict(request.options)  # as JSON has them
+    if "out_dtype" in keywords:
+        keywords["out_dtype"] = getattr(torch, keywords["out_dtype"])
+    longest = (n_queries, n_keys) if request.sequences else (0, 0)
+    options = new_problem(head_dim=width, longest=longest, **keywords)
     if request.direction == "forward":
-        sinks = torch.empty(4, dtype=query.dtype, device="meta") if request.sinks else None
-        hopper_forward(query, key, value, options, packing, sinks=sinks)
+        hopper_forward(query, key, value, options, given)
     else:
         lse = torch.empty(query.shape[:3], device="meta")
         out = query.new_empty(*query.shape[:3], value_width)
         into = [x.float() for x in (query, key, value)] if request.adds else []
-        hopper_backward(query, key, value, out, lse, out, None, options, packing, into)
+        hopper_backward(query, key, value, out, lse, out, None, options, given, into)
 
 
 def compiled(work: Callable[[], None]) -> Iterator[tuple[str, Any]]:

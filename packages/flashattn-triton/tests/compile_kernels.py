@@ -25,8 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.configs import TABLE, Tiling
-from flashattn_triton.launch import Launch, Packing
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.launch import Launch
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, new_problem
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -68,19 +68,7 @@ class Request:
     tensors: list[str] = dataclasses.field(default_factory=list)
     packed: bool = False
 
-    def packing(self) -> Packing | None:
-        """Where the sequences start."""
-        if not self.packed:
-            return None
-        starts = torch.empty(3, dtype=torch.int32, device="meta")
-        return Packing(
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=self.length,
-            max_seqlen_k=self.length,
-        )
-
-    def mask_and_bias(self, shape: tuple[int, ...]) -> MaskAndBias:
+    def given(self, shape: tuple[int, ...]) -> Given:
         """The tensors for queries and keys of ``shape``, with an fp32 bias for the whole batch."""
         batch, heads, length, _ = shape
         tensors = {
@@ -89,7 +77,9 @@ class Request:
             "prefix_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
             "mask": torch.empty(batch, length, dtype=torch.uint8, device="meta"),
         }
-        return MaskAndBias(**{name: tensors[name] for name in self.tensors})
+        starts = torch.empty(3, dtype=torch.int32, device="meta") if self.packed else None
+        own = {name: tensors[name] for name in self.tensors}
+        return Given(cu_seqlens_q=starts, cu_seqlens_k=starts, **own)
 
 
 def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
@@ -103,23 +93,23 @@ def compiled_kernels(request: Request) -> Iterator[tuple[str, Any]]:
     driver.set_active(AbsentGPU(request.architecture))
     Launch.__call__ = compile_only
     try:
-        packing = request.packing()
-        sizes = (1, 4, 2 * request.length) if packing else (2, 4, request.length)
+        sizes = (1, 4, 2 * request.length) if request.packed else (2, 4, request.length)
         shape = (*sizes, request.head_dim)
         query, key, value, grad_out = (
             torch.empty(shape, dtype=DTYPES[request.dtype], device="meta") for _ in range(4)
         )
-        options = new_problem(head_dim=request.head_dim, **request.options)
+        longest = (request.length, request.length) if request.packed else (0, 0)
+        options = new_problem(head_dim=request.head_dim, longest=longest, **request.options)
         tiling = Tiling.unpack(request.tiling)
-        added = request.mask_and_bias(shape)
+        given = request.given(shape)
         if request.forward:
-            triton_forward(query, key, value, options, tiling.forward, packing, added)
+            triton_forward(query, key, value, options, tiling.forward, given)
         if request.backward:
             lse = torch.empty(shape[:3], device="meta")
             tensors = (query, key, value, value, lse, grad_out, None)
-            triton_backward(*tensors, options, tiling, packing=packing, mask_and_bias=added)
-            if added.bias is not None:
-                triton_bias_backward(*tensors, options, tiling, mask_and_bias=added)
+            triton_backward(*tensors, options, tiling, given=given)
+            if given.bias is not None:
+                triton_bias_backward(*tensors, options, tiling, given=given)
     finally:
         Launch.__call__ = launch
     yield from kernels

@@ -34,7 +34,8 @@ from triton.runtime.driver import driver
 
 from flashattn_triton.configs import TABLE
 from flashattn_triton.hopper import backward, forward
-from flashattn_triton.launch import Launch, Packing
+from flashattn_triton.launch import Launch
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem, new_problem
 
 HEAD_DIM = 64
@@ -124,21 +125,17 @@ def random_hopper_problem(
 
     query, grad_out = (empty(kv_heads * heads_per_kv, n_queries, width) for width in head_dims)
     key, value = (empty(kv_heads, n_keys, width) for width in head_dims)
-    packing = None
+    given, longest = NOTHING, (0, 0)
     if packed:  # starts are on the host, because all "meta" tensors have one address
         starts = torch.zeros(generator.randint(2, 40), dtype=torch.int32)
-        packing = Packing(
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts if n_queries == n_keys else starts.clone(),
-            max_seqlen_q=n_queries,
-            max_seqlen_k=n_keys,
-        )
+        other = starts if n_queries == n_keys else starts.clone()
+        given, longest = Given(cu_seqlens_q=starts, cu_seqlens_k=other), (n_queries, n_keys)
     causal: Literal[True, "bottom-right"] = generator.choice([True, "bottom-right"])
     scale = generator.random() + 0.01
-    options = new_problem(head_dim=head_dims[0], causal=causal, scale=scale)
+    options = new_problem(head_dim=head_dims[0], longest=longest, causal=causal, scale=scale)
     lse = torch.empty(query.shape[:3], device="meta")
-    hopper_forward(query, key, value, options, packing)
-    hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, packing)
+    hopper_forward(query, key, value, options, given)
+    hopper_backward(query, key, value, grad_out, lse, grad_out, None, options, given)
 
 
 def count_hopper(head_dims: tuple[int, int], *, packed: bool) -> dict[str, int]:

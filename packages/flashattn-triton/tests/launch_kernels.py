@@ -10,8 +10,8 @@ from torch import Tensor
 from flashattn_triton.configs import Tiles
 from flashattn_triton.hopper.backward import HopperBackwardCall
 from flashattn_triton.hopper.forward import HopperForwardCall
-from flashattn_triton.launch import Packing, unit_last_stride
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.launch import unit_last_stride
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable.backward import BackwardCall
 from flashattn_triton.portable.bias_pass import BiasCall
 from flashattn_triton.portable.forward import ForwardCall
@@ -26,34 +26,29 @@ def triton_forward(
     value: Tensor,
     problem: Problem,
     tiles: Tiles,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    given: Given = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the portable kernel."""
     query, key, value = map(unit_last_stride, (query, key, value))
-    call = ForwardCall(query, key, value, problem, tiles, packing, mask_and_bias)
-    return call((query, key, value), packing, mask_and_bias)
+    call = ForwardCall(query, key, value, problem, tiles, given)
+    return call((query, key, value), given)
 
 
-def triton_backward(
-    *given: Any,
-    packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor, Tensor]:
+def triton_backward(*arguments: Any, given: Given = NOTHING) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the portable kernels.
 
-    ``given``: query, key, value, out, logsumexp, grad_out, grad_logsumexp, problem and tiling.
+    ``arguments``: query, key, value, out, logsumexp, grad_out, grad_logsumexp, problem and tiling.
     """
-    *tensors, problem, tiling = given
+    *tensors, problem, tiling = arguments
     rows = readable(tensors)
-    return BackwardCall(rows, problem, tiling, packing, mask_and_bias)(rows, packing, mask_and_bias)
+    return BackwardCall(rows, problem, tiling, given)(rows, given)
 
 
-def triton_bias_backward(*given: Any, mask_and_bias: MaskAndBias) -> Tensor:
-    """The gradient of the bias; ``given`` as of :func:`triton_backward`."""
-    *tensors, problem, tiling = given
+def triton_bias_backward(*arguments: Any, given: Given) -> Tensor:
+    """The gradient of the bias; ``arguments`` as of :func:`triton_backward`."""
+    *tensors, problem, tiling = arguments
     rows = readable(tensors)
-    return BiasCall(rows, problem, tiling, mask_and_bias)(rows, mask_and_bias)
+    return BiasCall(rows, problem, tiling, given)(rows, given)
 
 
 def triton_sinks_backward(
@@ -61,7 +56,7 @@ def triton_sinks_backward(
 ) -> Tensor:
     """The gradient of sinks."""
     rows = readable((out, out, out, out, lse, grad_out, grad_lse))
-    return SinksCall(rows, sinks)(rows, MaskAndBias(sinks=sinks))
+    return SinksCall(rows, sinks)(rows, Given(sinks=sinks))
 
 
 def hopper_forward(
@@ -69,12 +64,10 @@ def hopper_forward(
     key: Tensor,
     value: Tensor,
     problem: Problem,
-    packing: Packing | None = None,
-    sinks: Tensor | None = None,
+    given: Given = NOTHING,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp by the Hopper tier."""
-    call = HopperForwardCall(query, key, value, problem, packing, sinks)
-    return call((query, key, value), packing, MaskAndBias(sinks=sinks))
+    return HopperForwardCall(query, key, value, problem, given)((query, key, value), given)
 
 
 def hopper_backward(
@@ -86,10 +79,9 @@ def hopper_backward(
     grad_out: Tensor,
     grad_logsumexp: Tensor | None,
     problem: Problem,
-    packing: Packing | None = None,
+    given: Given = NOTHING,
     into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the Hopper tier."""
     tensors = (query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    call = HopperBackwardCall(tensors, problem, packing, into)
-    return call(tensors, packing, NO_MASK_OR_BIAS, into)
+    return HopperBackwardCall(tensors, problem, given, into)(tensors, given, into)

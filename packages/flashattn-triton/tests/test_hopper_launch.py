@@ -185,15 +185,15 @@ def test_heads_of_packed_sequences_are_worked_on_in_groups(
     if refusal is not None:
         pytest.skip(refusal)
     from flashattn_triton.hopper import forward
-    from flashattn_triton.launch import Packing
+    from flashattn_triton.mask_and_bias import Given
     from flashattn_triton.problem import new_problem
 
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
     q = torch.empty(1, 16, starts[-1], 128, dtype=torch.bfloat16, device="meta")
     at = torch.tensor(list(starts), dtype=torch.int32)
     longest = max(b - a for a, b in itertools.pairwise(starts))
-    packing = Packing(at, at, longest, longest)
-    call = forward.HopperForwardCall(q, q, q, new_problem(head_dim=128, causal=True), packing)
+    problem = new_problem(head_dim=128, longest=(longest, longest), causal=True)
+    call = forward.HopperForwardCall(q, q, q, problem, Given(cu_seqlens_q=at, cu_seqlens_k=at))
     assert call.tiles is not None
     assert call.tiles.launch.numbers["GROUP"] == group
 

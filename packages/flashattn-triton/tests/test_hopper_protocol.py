@@ -37,7 +37,8 @@ from flashattn_triton.hopper import (
 from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import edges
 from flashattn_triton.hopper.schedule import FIELDS, packed_tiles_kernel
-from flashattn_triton.launch import Launch, Packing
+from flashattn_triton.launch import Launch
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import Problem, new_problem
 from flashattn_triton.triton_versions import TileView
 from gluon_grid import Grid
@@ -430,7 +431,6 @@ class PackedProblem:
     def __init__(self, problems: list[Case], spare: tuple[int, int], seed: int) -> None:
         self.problems = problems
         self.spare = spare
-        self.options = problems[0].options
         self.inputs = [problem.inputs(seed + i) for i, problem in enumerate(problems)]
         self.starts = [
             np.cumsum([0, *(p.lengths[side] for p in problems)]).tolist() for side in (0, 1)
@@ -438,13 +438,9 @@ class PackedProblem:
         starts = [torch.tensor(x, dtype=torch.int32) for x in self.starts]
         if self.starts[0] == self.starts[1]:  # as one tensor
             starts[1] = starts[0]
-        longest = [max(p.lengths[side] for p in problems) for side in (0, 1)]
-        self.packing = Packing(
-            cu_seqlens_q=starts[0],
-            cu_seqlens_k=starts[1],
-            max_seqlen_q=longest[0],
-            max_seqlen_k=longest[1],
-        )
+        self.given = Given(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1])
+        longest = max(p.lengths[0] for p in problems), max(p.lengths[1] for p in problems)
+        self.options = replace(problems[0].options, longest=longest)
 
     def tokens(self, which: int) -> Any:
         """(T, H, D) of Q, K, V or dO."""
@@ -471,7 +467,7 @@ class PackedProblem:
         """What :func:`packed_tiles_kernel` writes, (queries, keys): the interpreter runs it."""
         constants = dict(tiles.launch.constants)
         both = torch.full((2 + sum(tiles.most), FIELDS.value), -1, dtype=torch.int32)
-        starts = self.packing.cu_seqlens_q, self.packing.cu_seqlens_k
+        starts = self.given.cu_seqlens_q, self.given.cu_seqlens_k
         packed_tiles_kernel[tiles.launch.grid](
             *starts, both, *tiles.launch.numbers.values(), **constants
         )
@@ -503,7 +499,7 @@ def test_packed_forward_on_random_schedules(
     seed = list(PACKED).index(name)
     packed = packed_problem(name, head_dims, seed)
     options = replace(packed.options, out_dtype=torch.float32 if in_fp32 else None)
-    call = forward.HopperForwardCall(*packed.meta()[:3], options, packed.packing)
+    call = forward.HopperForwardCall(*packed.meta()[:3], options, packed.given)
     q, k, v, out = packed.tokens(0), packed.tokens(1), packed.tokens(2), packed.like(3)
     lse = np.full((packed.problems[0].heads[0], len(q)), np.nan)
     memory = [q, k, v, out, lse, packed.table(call.tiles)[0], None]
@@ -540,7 +536,7 @@ def test_packed_backward_on_random_schedules(
     meta_lse = torch.empty(meta_do.shape[:3], device="meta")
     tensors = (meta_q, meta_k, meta_v, meta_do, meta_lse, meta_do, None)
     into = [x.float() for x in (meta_q, meta_k, meta_v)] if adds else []
-    call = backward.HopperBackwardCall(tensors, packed.options, packed.packing, into)
+    call = backward.HopperBackwardCall(tensors, packed.options, packed.given, into)
     n_queries, ends = len(packed.tokens(0)), [starts[-1] for starts in packed.starts]
     tiles = n_queries // queries + len(packed.problems) + 1
     # Whatever no sequence owns is NaN.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_inputs import operator_arguments
 from flashattn_triton import (
     Tiles,
     Tiling,
@@ -24,8 +25,7 @@ from flashattn_triton import (
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
 from flashattn_triton.launch import tile_view
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS
-from flashattn_triton.op import operator_arguments
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
 from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
@@ -135,7 +135,7 @@ def test_tiled_in_small_tiles(
 ) -> None:
     inputs = make_inputs(dense_tensor_case)
     tensors = [x.detach() for x in (inputs.query, inputs.key, inputs.value)]
-    problem = (inputs.options, inputs.mask_and_bias)
+    problem = (inputs.options, inputs.given)
     out, lse = tiled_forward(*tensors, *problem, query_tile=32, key_tile=16)
     given = (*tensors, out, lse, inputs.grad_out, inputs.grad_lse)
     arguments: Any = (given, *problem)
@@ -346,14 +346,12 @@ def test_any_combination(
 
 
 def arguments_of(implementation: str) -> tuple[Any, ...]:
-    tensors = (
-        torch.rand(2, 4, device=DEVICE),
-        torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
-        torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
-        torch.ones(2, 33, device=DEVICE, dtype=torch.uint8),
-        torch.randn(4, device=DEVICE, requires_grad=True),
-        None,
-        None,
+    tensors = Given(
+        alibi_slopes=torch.rand(2, 4, device=DEVICE),
+        bias=torch.randn(1, 4, 20, 33, device=DEVICE, requires_grad=True),
+        prefix_lengths=torch.tensor([7, 0], device=DEVICE, dtype=torch.int32),
+        mask=torch.ones(2, 33, device=DEVICE, dtype=torch.uint8),
+        sinks=torch.randn(4, device=DEVICE, requires_grad=True),
     )
     problem = new_problem(head_dim=16, causal=True, implementation=implementation)
     return operator_arguments(problem, tensors)
@@ -522,8 +520,8 @@ def test_what_is_said() -> None:
 
 def test_a_call_without_them_is_the_call_it_was() -> None:
     """The same operator arguments, and the same cached call."""
-    assert NO_MASK_OR_BIAS.names == ()
-    assert NO_MASK_OR_BIAS.bias_strides == (None,) * 4
+    assert NOTHING.names == ()
+    assert NOTHING.bias_strides == (None,) * 4
     assert operator_arguments(new_problem(head_dim=16))[:7] == (None,) * 7
 
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention_inputs import operator_arguments
 from flashattn_triton import FlashAttention2Triton, flash_attention, flash_attention_varlen
-from flashattn_triton.op import operator_arguments
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import new_problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,7 +72,7 @@ def test_opcheck_of_the_backward_operator(implementation: str) -> None:
 def test_opcheck_packed(implementation: str) -> None:
     starts = torch.tensor([0, 10, 10, 30], dtype=torch.int32, device=DEVICE)
     problem = new_problem("thd", 16, (20, 20), implementation=implementation)
-    arguments = operator_arguments(problem, (None, None, None, None, None, starts, starts))
+    arguments = operator_arguments(problem, Given(cu_seqlens_q=starts, cu_seqlens_k=starts))
     inputs = [torch.randn(30, 2, 16, device=DEVICE, requires_grad=True) for _ in range(3)]
     torch.library.opcheck(FORWARD, (*inputs, *arguments))
 
@@ -94,7 +95,7 @@ def test_opcheck_of_the_hopper_tier(head_dims: tuple[int, int], packed: bool) ->
         deterministic=True,
         implementation="hopper",
     )
-    arguments = operator_arguments(problem, (None, None, None, None, None, starts, starts))
+    arguments = operator_arguments(problem, Given(cu_seqlens_q=starts, cu_seqlens_k=starts))
     inputs = [
         torch.randn(
             (130, heads, width) if packed else (1, heads, 130, width),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import (
     attend_by_definition,
@@ -109,7 +110,7 @@ def test_packed_sequences_do_not_see_each_other():
     query, key, value = torch.randn(7, 2, 4), torch.randn(6, 1, 4), torch.randn(6, 1, 3)
     starts_q, starts_k = torch.tensor([0, 3, 3, 7]), torch.tensor([0, 2, 5, 6])
     problem = replace(options(), layout="thd")
-    given = (None, None, None, None, None, starts_q, starts_k)
+    given = Given(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
     out, lse = attend_by_definition(problem, query, key, value, given)
     assert out.shape == (7, 2, 3)
     assert lse.shape == (2, 7)

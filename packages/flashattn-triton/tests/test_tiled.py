@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention_inputs import operator_arguments
 from flashattn_triton import FlashAttention2PyTorch, tiled
-from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
-from flashattn_triton.operator_rules import NOTHING, STARTS
+from flashattn_triton.mask_and_bias import Given
+from flashattn_triton.op import BACKWARD, FORWARD
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
 from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
@@ -76,7 +77,7 @@ def test_every_packed_case(varlen_case, make_inputs, assert_results_close):
     starts = varlen_case.cu_seqlens("cpu")
     longest = tuple(max(lengths) for lengths in zip(*varlen_case.lengths, strict=True))
     problem = replace(inputs.options, layout="thd", longest=longest, implementation="tiled")
-    arguments = operator_arguments(problem, (*NOTHING[:STARTS], *starts))
+    arguments = operator_arguments(problem, Given(cu_seqlens_q=starts[0], cu_seqlens_k=starts[1]))
     out, lse = FORWARD(q, k, v, *arguments)
     tensors = (q, k, v, out, lse, inputs.grad_out, inputs.grad_lse)
     dq, dk, dv = BACKWARD(*tensors, *arguments, [True, False, False])[:3]

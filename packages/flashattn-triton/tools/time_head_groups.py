@@ -28,7 +28,7 @@ import torch
 
 from bench_harness.environment import describe, measured_on
 from flashattn_triton.hopper import forward
-from flashattn_triton.launch import Packing
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import new_problem
 
 # (head_dim, value head_dim, batch, query heads, key heads, length), sizes.
@@ -85,10 +85,10 @@ def measure(
     """Medians of a row. All outputs of this package are the same, bit for bit."""
     head_dim, value_dim, batch, heads, kv_heads, length = problem
     torch.manual_seed(0)
-    packing = None
+    given, longest = NOTHING, (length, length)
     if packed:
         starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * length
-        packing = Packing(starts, starts, length, length)
+        given = Given(cu_seqlens_q=starts, cu_seqlens_k=starts)
         batch, length = 1, batch * length
     like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     tensors = (
@@ -99,19 +99,21 @@ def measure(
     calls: dict[int, Callable[[], Any]] = {}
     outputs = []
     for size in sizes:
-        asked = new_problem(head_dim=head_dim, causal=True)
+        asked = new_problem(head_dim=head_dim, longest=longest, causal=True)
         with mock.patch.object(forward, "heads_at_a_time", return_value=size):
-            call = forward.HopperForwardCall(*tensors, asked, packing)
-        calls[size] = functools.partial(call, tensors, packing)
+            call = forward.HopperForwardCall(*tensors, asked, given)
+        calls[size] = functools.partial(call, tensors, given)
         outputs.append(calls[size]()[0])
     assert all(torch.equal(out, outputs[0]) for out in outputs)
     with contextlib.suppress(ImportError):
         fa3 = importlib.import_module("fa3_fwd_interface")
         heads_last = [x.transpose(1, 2).contiguous() for x in tensors]
         calls[FA3] = lambda: fa3.flash_attn_func(*heads_last, causal=True)
-        if packing is not None:
+        if packed:
             tokens = [x[0] for x in heads_last]
-            calls[FA3] = lambda: fa3.flash_attn_varlen_func(*tokens, *packing, causal=True)
+            calls[FA3] = lambda: fa3.flash_attn_varlen_func(
+                *tokens, starts, starts, *longest, causal=True
+            )
         calls[FA3]()
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
     found: dict[int, list[float]] = {size: [] for size in calls}

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashattn_triton.inputs import check_dense, check_tensors
-from flashattn_triton.op import BACKWARD, FORWARD, operator_arguments
+from flashattn_triton.mask_and_bias import NOTHING
+from flashattn_triton.op import BACKWARD, FORWARD
 from flashattn_triton.problem import Implementation, new_problem
 
 
@@ -97,9 +98,10 @@ def _forward(
             )
     query, key, value = (_as_heads(x) for x in (Q, K, V))
     check_dense(query, key, value)
-    ctx.arguments = operator_arguments(
-        new_problem(head_dim=Q.shape[-1], causal=bool(is_causal), implementation=implementation)
+    problem = new_problem(
+        head_dim=Q.shape[-1], causal=bool(is_causal), implementation=implementation
     )
+    ctx.arguments = (*NOTHING, *problem.pack())
     out, lse = FORWARD(query, key, value, *ctx.arguments)
     O: Tensor = out.view(*Q.shape[:-1], V.shape[-1])  # noqa: E741 - the paper's name
     ctx.save_for_backward(lse.view(Q.shape[:-1]), Q, K, V, O)

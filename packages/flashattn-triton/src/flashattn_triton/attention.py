@@ -23,12 +23,12 @@ from flashattn_triton.inputs import (
     warn_of_layout,
 )
 from flashattn_triton.mask_and_bias import (
+    NOTHING,
     Given,
     in_four_dimensions,
     without_unseen_keys,
 )
 from flashattn_triton.op import PLAIN, attend
-from flashattn_triton.operator_rules import NOTHING
 from flashattn_triton.problem import (
     CausalArgument,
     Implementation,
@@ -165,22 +165,21 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
-    leading = None
+    leading, given = None, NOTHING
+    if not (alibi_slopes is bias is prefix_lengths is mask is sinks is None):
+        given = Given(alibi_slopes, bias, prefix_lengths, mask, sinks)
     if document_ids is not None or key_lengths is not None:
         results = _attend_to_packed_rows(
-            query, key, value, document_ids, max_documents, key_lengths, layout,
-            (alibi_slopes, bias, prefix_lengths, mask, sinks), causal=causal, scale=scale,
-            window=window, softcap=softcap, deterministic=deterministic,
-            implementation=implementation, tiling=tiling, out_dtype=out_dtype,
+            query, key, value, document_ids, max_documents, key_lengths, layout, given,
+            causal=causal, scale=scale, window=window, softcap=softcap,
+            deterministic=deterministic, implementation=implementation, tiling=tiling,
+            out_dtype=out_dtype,
         )  # fmt: skip
         return results if return_lse else results[0]
     if mask is not None or query.dim() != 4:
         if query.dim() != 4:
             layout, leading = layout or "bhsd", query.shape[:-3]
-        query, key, value, tensors = in_four_dimensions(
-            layout, query, key, value, (alibi_slopes, bias, prefix_lengths, mask, sinks)
-        )
-        alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
+        query, key, value, given = in_four_dimensions(layout, query, key, value, given)
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     _, first, second, head_dim = query.shape
@@ -188,16 +187,13 @@ def flash_attention(
         layout, head_dim, (0, 0), causal, scale, window, softcap, deterministic, implementation,
         tiling, out_dtype,
     )  # fmt: skip
-    given = NOTHING
-    if not (alibi_slopes is bias is prefix_lengths is mask is sinks is None):
-        given = (alibi_slopes, bias, prefix_lengths, mask, sinks, None, None)
     rows = 1 if layout == "bshd" else 2
     n_queries = first if rows == 1 else second
     n_keys = key.shape[rows] if key.dim() == 4 else n_queries
     if layout is None and not torch.compiler.is_compiling() and first > second:
         warn_of_layout(query, key, stacklevel=2)
     if n_queries != n_keys and (causal or window is not None):
-        key, value, given = without_unseen_keys(problem, n_queries, key, value, given)
+        (key, value), given = without_unseen_keys(problem, n_queries, (key, value), given)
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
@@ -290,7 +286,7 @@ def flash_attention_varlen(
         or cu_seqlens_q.shape == (1,)
     ):
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
-    given = (alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
+    given = Given(alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
     if query.dim() != 3 or key.dim() != 3:
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, 0, 0)
     if torch._C._is_any_autocast_enabled():
@@ -363,7 +359,7 @@ def largest_scores(
     """
     check_tensors(query=query, key=key)
     starts = given_starts(cu_seqlens_q, cu_seqlens_k)
-    given: Given = (alibi_slopes, bias, prefix_lengths, None, None, *starts)
+    given = Given(alibi_slopes, bias, prefix_lengths, None, None, *starts)
     packed = starts[0] is not None
     if packed and bias is not None:
         raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
@@ -389,16 +385,13 @@ def _attend_to_packed_rows(
     max_documents: int | None,
     key_lengths: Tensor | None,
     layout: Layout | None,
-    tensors: tuple[Tensor | None, ...],
+    given: Given,
     **keywords: Unpack[OptionKeywords],
 ) -> tuple[Tensor, Tensor]:
-    """:func:`flash_attention` of documents or caches: each row becomes packed sequences.
-
-    ``tensors``: those of :data:`~flashattn_triton.mask_and_bias.NAMES`.
-    """
+    """:func:`flash_attention` of documents or caches: each row becomes packed sequences."""
     check_layout(layout)
     in_one_batch(query, key, value)
-    alibi_slopes, bias, prefix_lengths, mask, sinks = tensors
+    alibi_slopes, bias, prefix_lengths, mask, sinks, _, _ = given
     others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
     rows = [x if layout == "bshd" else x.movedim(-3, -2) for x in (query, key, value)]
     places: tuple[Any, ...]

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashattn_triton import triton_versions
 from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
-from flashattn_triton.hopper.configs import describe_backward, describe_forward
+from flashattn_triton.hopper.configs import backward_config, forward_config
 from flashattn_triton.inputs import (
     check_tensors,
     refuse_unknown,
@@ -26,8 +26,8 @@ from flashattn_triton.inputs import (
 from flashattn_triton.launch import tma_refusal
 from flashattn_triton.mask_and_bias import (
     NAMES,
+    Given,
     in_four_dimensions,
-    mask_and_bias_of,
     normalised,
 )
 from flashattn_triton.problem import (
@@ -276,29 +276,35 @@ def explain(
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     check_tensors(query=query, key=key, value=value)
     options: dict[str, Any] = dict(keywords)
-    given = {name: options.pop(name, None) for name in NAMES}
+    tensors = {name: options.pop(name, None) for name in NAMES}
     layout, documents, *_ = (
         options.pop(name, None)
         for name in ("layout", "document_ids", "max_documents", "key_lengths")
     )
-    query, key, value, tensors = in_four_dimensions(
-        layout, query, key, value, tuple(given.values())
-    )
+    query, key, value, given = in_four_dimensions(layout, query, key, value, Given(**tensors))
     query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
     problem = new_problem("bhsd", query.shape[-1], **options)
-    resolved = mask_and_bias_of(normalised(problem, query, key, (*tensors, None, None)))
-    bias = given["bias"]
+    given = normalised(problem, query, key, given)
+    bias = tensors["bias"]
     if documents is not None:
-        del given["alibi_slopes"], given["sinks"]
-        refuse_with_packed_rows("document_ids", **given)
-    plan = choose(query, key, value, problem, tensors=resolved.names)
+        del tensors["alibi_slopes"], tensors["sinks"]
+        refuse_with_packed_rows("document_ids", **tensors)
+    plan = choose(query, key, value, problem, tensors=given.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]
     if plan.tier == "hopper":
-        n_queries, n_rows = query.shape[-2], query.shape[:-1].numel()
-        lines.append(describe_forward(head_dims, n_queries, problem, n_rows))
+        shape = forward_config(head_dims, query.shape[-2], problem, query.shape[:-1].numel())
+        lines.append(
+            f"forward: {shape.queries} queries x {shape.keys} keys, {shape.consumers} consumers "
+            f"of 4 warps, {shape.stages} stages"
+        )
     if plan.runs_hopper_backward(problem):
-        lines.append(describe_backward(head_dims, problem))
+        tile = backward_config(head_dims, problem)
+        order = " in a fixed order" if problem.deterministic else ""
+        lines.append(
+            f"backward, fused (dQ by fp32 addition{order}): {tile.queries} queries x {tile.keys} "
+            f"keys, 2 consumers of 4 warps, 2 stages"
+        )
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not problem.deterministic:

@@ -34,13 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import (
-    MaskAndBias,
-    bias_of_tile,
-    joined_parts,
-    mask_and_bias_of,
-    parts_of_batch,
-)
+from flashattn_triton.mask_and_bias import Given, bias_of_tile, joined_parts, parts_of_batch
 from flashattn_triton.problem import Problem, as_given, heads_first
 from flashattn_triton.tiled import ScoreTiles, fold, tiles, unfold
 
@@ -110,38 +104,36 @@ def _parts(
 
     ``results``: Ȯ, L̇, dO and dL for the backward pass.
     """
-    tensors = [
-        None if x is None else heads_first(x, problem.layout)
-        for x in (*inputs[:3], *direction[:3], out, lse, *results)
-    ]
-    *_, starts_q, starts_k = given
-    for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given)):
-        spans = (*(rows, columns, columns) * 2, *[rows] * (2 + len(results)))
-        cut = [None if x is None else x[:, :, of] for x, of in zip(tensors, spans, strict=True)]
-        yield _Part(cut, direction[3:], problem, own)
+    of_queries = (inputs[0], direction[0], out, lse, *results)
+    of_keys = (*inputs[1:3], *direction[1:3])
+    for rows, columns, own in parts_of_batch(problem, Given(*given), of_queries, of_keys):
+        yield _Part(rows, columns, direction[3:], problem, own)
 
 
 class _Part(ScoreTiles):
     """(B, H, N, ...) tensors, folded as :mod:`flashattn_triton.tiled` says."""
 
     def __init__(
-        self, tensors: Sequence[Any], others: Tensors, problem: Problem, mask_and_bias: MaskAndBias
-    ) -> None:
-        """Takes Q, K, V, their tangents, O, L, and for the backward pass Ȯ, L̇, dO and dL.
+        self, rows: Sequence[Any], columns: Sequence[Any], others: Tensors, problem: Problem,
+        given: Given,
+    ) -> None:  # fmt: skip
+        """Takes tensors with a row for each query, and with one for each key.
 
-        ``others``: tangents of bias and sinks.
+        ``rows``: Q, its tangent, O, L, and for the backward pass Ȯ, L̇, dO and dL. ``columns``: K, V
+        and their tangents. ``others``: tangents of bias and sinks.
         """
-        query, key, value = self.inputs = tensors[:3]
-        super().__init__(query, key, problem, mask_and_bias)
+        (query, tq, *rows), (key, value, tk, tv) = rows, columns
+        self.inputs = query, key, value
+        super().__init__(query, key, problem, given)
         self.tbias, tsinks = others
         self.tile = TILE_ON_GPU if query.is_cuda else TILE
         self.v = self._folded(value)
         self.tq, self.tk, self.tv = (
             torch.zeros_like(folded) if x is None else self._folded(x)
-            for folded, x in zip((self.q, self.k, self.v), tensors[3:6], strict=True)
+            for folded, x in zip((self.q, self.k, self.v), (tq, tk, tv), strict=True)
         )
         self.tq = self.tq * problem.scale  # as q is
-        of_rows: list[Any] = [None if x is None else self._folded(x) for x in tensors[6:]]
+        of_rows: list[Any] = [None if x is None else self._folded(x) for x in rows]
         self.out, self.lse, *results = of_rows
         empty = torch.isneginf(self.lse)
         self.lse = self.lse.masked_fill(empty, float("inf"))  # P = exp(S - L) is 0 there
@@ -219,7 +211,7 @@ class _Part(ScoreTiles):
     def backward(self) -> tuple[Tensor, ...]:
         """Tangents of dQ, dK, dV (B, H, N, ...), and of the gradients of bias and sinks."""
         query, key, value = self.inputs
-        bias = self.mask_and_bias.bias
+        bias = self.given.bias
         zero = query.new_zeros(())
         dbias = zero if bias is None else torch.zeros_like(bias, dtype=self.q.dtype)
         with torch.autocast(query.device.type, enabled=False):

@@ -1,34 +1,34 @@
 """Shared by all launchers: how tensors, problems and packed batches become arguments.
 
 Launchers are planned with (B, H, N, D) views of any strides. A packed batch comes as (1, H, T, D),
-a view of its (T, H, D), together with a :class:`Packing`. What is launched reads addresses alone,
-and allocates results in the layout of the problem (:func:`in_layout`).
+a view of its (T, H, D), and its sequences start where ``given`` says. What is launched reads
+addresses alone, and allocates results in the layout of the problem (:func:`in_layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashattn_triton import triton_versions
-from flashattn_triton.configs import Tiles
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem, as_given, heads_first
-from flashattn_triton.triton_versions import Parameter, TileView
+from flashattn_triton.triton_versions import Parameter, Pointer, TileView
 
 # Windows wider than any sequence mean the same as this one; sums with it stay within 32 bits.
 _WIDEST_WINDOW = 2**29
-_LARGEST_TILE = 256
 # A TMA descriptor holds strides below 2^40 bytes.
 _LONGEST_STRIDE = 2**40
 
 
-# The kernels' parameters for tensors that may come with query, key and value.
-_STARTS = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
-_MASK_AND_BIAS = ("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr")
+# The kernels' parameters for the tensors of Given.
+POINTERS = (
+    *("slopes_ptr", "bias_ptr", "prefix_ptr", "mask_ptr", "sinks_ptr"),
+    *("cu_seqlens_q_ptr", "cu_seqlens_k_ptr"),
+)
 # Query, key, value, output, logsumexp, and the gradients of the last two, the last None for zero.
 BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 Strides = tuple[int, ...]
@@ -36,42 +36,12 @@ Strides = tuple[int, ...]
 Layout = tuple[tuple[int, ...], Strides, torch.dtype]
 
 
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch start, and the longest of them."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @property
-    def sequences(self) -> int:
-        """B."""
-        return self.cu_seqlens_q.shape[0] - 1
-
-    @property
-    def has_equal_lengths(self) -> bool:
-        """Whether both start at the same places, because ``cu_seqlens`` is one tensor: then each
-        sequence has as many keys as queries."""
-        return self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
-
-
-def given_parameters(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, Parameter]:
-    """The kernels' parameters for the starts of sequences, slopes, bias, prefixes, mask, sinks."""
-    tensors = (*((None, None) if packing is None else packing[:2]), *mask_and_bias)
-    given = zip((*_STARTS, *_MASK_AND_BIAS), tensors, strict=True)
-    return {name: None if x is None else x.dtype for name, x in given}
-
-
-def given_addresses(packing: Packing | None, mask_and_bias: MaskAndBias) -> dict[str, int]:
-    """The addresses of :func:`given_parameters` that are not None."""
-    addresses = {}
-    if packing is not None:
-        addresses = {name: x.data_ptr() for name, x in zip(_STARTS, packing[:2], strict=True)}
-    if mask_and_bias is not NO_MASK_OR_BIAS:
-        given = zip(_MASK_AND_BIAS, mask_and_bias, strict=True)
-        addresses |= {name: x.data_ptr() for name, x in given if x is not None}
-    return addresses
+def given_addresses(given: Given) -> dict[str, int]:
+    """The addresses of :data:`POINTERS` that are not None."""
+    if given is NOTHING:
+        return {}
+    pairs = zip(POINTERS, given, strict=True)
+    return {name: x.data_ptr() for name, x in pairs if x is not None}
 
 
 def padded(width: int, dtype: torch.dtype) -> int:
@@ -87,19 +57,14 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def is_wide(*strides: Strides) -> bool:
-    """Whether the rows of one tile can be more than 2^31 elements apart."""
-    return any(abs(stride[2]) * _LARGEST_TILE >= 2**31 for stride in strides)
-
-
-def tiles_of_head(shape: Sequence[int], tile: int, packing: Packing | None) -> int:
+def tiles_of_head(shape: Sequence[int], tile: int, given: Given) -> int:
     """How many programs take the rows of one head of (B, H, N, D) tensors, or of a packed batch.
 
     Those of a packed batch are enough whatever its lengths are: see
-    :func:`flashattn_triton.primitives.packed_tile_of_program`.
+    :func:`flashattn_triton.primitives.tile_of_program`.
     """
     batch, _, rows, _ = shape
-    return batch * -(-rows // tile) if packing is None else rows // tile + packing.sequences + 1
+    return rows // tile + given.sequences + 1 if given.packed else batch * -(-rows // tile)
 
 
 def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -134,14 +99,6 @@ def in_layout(x: Tensor, layout: str) -> Layout:
     """Of (B, H, N, D) or (B, H, N) results as a caller has them whose tensors are in ``layout``."""
     x = as_given(x, layout)
     return tuple(x.shape), x.stride(), x.dtype
-
-
-def contiguous_strides(shape: Sequence[int]) -> Strides:
-    """The strides of a contiguous tensor without empty dimensions."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))
 
 
 def allocator(device: torch.device) -> Callable[[tuple[int, ...], Strides, torch.dtype], Tensor]:
@@ -186,16 +143,6 @@ def option_numbers(problem: Problem) -> dict[str, float]:
         "window_left": 0 if left is None else min(left, _WIDEST_WINDOW),
         "window_right": 0 if right is None else min(right, _WIDEST_WINDOW),
     }
-
-
-def register_limit_of_alibi(tiles: Tiles, dtype: torch.dtype, width: int) -> int | None:
-    """How many registers a thread may have, so that as many programs fit as without ALiBi.
-
-    For narrow heads, the programs that own queries take 140 to 158 registers without it, and three
-    of 4 warps share a multiprocessor of sm_90. With it the compiler takes up to 217.
-    """
-    narrow = dtype.itemsize == 2 and width <= 64
-    return 168 if narrow and tiles.use_tma and tiles.warps == 4 else None
 
 
 def tma_refusal(
@@ -329,15 +276,17 @@ class Launch:
 
         Without addresses, for multiples of 16. Triton's interpreter returns None.
         """
-        leading = []
-        for name, x in self.parameters.items():
-            if isinstance(x, TileView):  # a compiler looks at no tensor in particular
-                leading.append(x.of(torch.empty(0, dtype=x.dtype, device="meta")))
-            else:
-                address = (addresses or {}).get(name, 0)
-                leading.append(x and triton_versions.Pointer(x, address % 16))
+        remainders = {name: address % 16 for name, address in (addresses or {}).items()}
+        leading = self._leading(lambda name, dtype: Pointer(dtype, remainders.get(name, 0)))
         rest = {**self.constants, **self.options}
         return self.kernel.warmup(*leading, *self.numbers.values(), grid=self.grid, **rest)
+
+    def _leading(self, base: Callable[[str, torch.dtype], Any]) -> list[Any]:
+        """Arguments for ``parameters``; ``base`` makes those of a name and a dtype."""
+        return [
+            x.of(base(name, x.dtype)) if isinstance(x, TileView) else x and base(name, x)
+            for name, x in self.parameters.items()
+        ]
 
     def _launcher(self, addresses: Mapping[str, int]) -> Callable[[Mapping[str, int]], None]:
         rest = (*self.numbers.values(), *self.constants.values())
@@ -356,14 +305,9 @@ class Launch:
 
     def _launch_by_triton(self, addresses: Mapping[str, int]) -> None:
         """Launches by Triton's own launcher, or in its interpreter."""
-        leading: list[Any] = []
-        for name, x in self.parameters.items():
-            if x is None:
-                leading.append(None)
-                continue
-            dtype = x.dtype if isinstance(x, TileView) else x
-            base = triton_versions.tensor_at(self.kernel, addresses[name], dtype)
-            leading.append(x.of(base) if isinstance(x, TileView) else base)
+        leading = self._leading(
+            lambda name, dtype: triton_versions.tensor_at(self.kernel, addresses[name], dtype)
+        )
         rest = (*self.numbers.values(), *self.constants.values())
         self.kernel[self.grid](*leading, *rest, **self.options)
 

@@ -1,4 +1,4 @@
-"""Tensors that change the softmax: masks, prefixes, ALiBi slopes, a bias and attention sinks.
+"""Tensors that come with query, key and value: masks, prefixes, ALiBi slopes, a bias and sinks.
 
 For query i and key j of one head, where ``offset`` is
 :func:`~flashattn_triton.problem.diagonal_offset`,
@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,22 +36,24 @@ from flashattn_triton.problem import (
     Problem,
     broadcasts,
     check_layout,
+    heads_first,
     seen_keys,
 )
-
-Given = tuple[Tensor | None, ...]
 
 # A bias at or below this number counts as -inf. The logsumexp is one fp32 number: that of a row in
 # which every key has -1e9 would lose log(N), and the row's P would sum to N instead of 1.
 HIDDEN_BIAS = -8192.0
 
 
-class MaskAndBias(NamedTuple):
-    """The tensors of one call, checked and brought into one shape; None where there is none.
+class Given(NamedTuple):
+    """The tensors of one call besides query, key and value; None where there is none.
 
-    ``alibi_slopes`` is (B, H) fp32 and ``prefix_lengths`` (B,) int32, both contiguous; ``bias`` has
-    four dimensions, those of (B, H, N_q, N_k) or 1, and any strides; ``mask`` is (B, N_k) uint8, 0
-    for a key that no query sees, and ``sinks`` (H,), both contiguous.
+    They come in the order of the operators' arguments: as callers give them, or brought into one
+    shape by :func:`normalised`. ``alibi_slopes`` is (B, H) fp32 then and ``prefix_lengths`` (B,)
+    int32, both contiguous; ``bias`` has four dimensions, those of (B, H, N_q, N_k) or 1, and any
+    strides; ``mask`` is (B, N_k) uint8, 0 for a key that no query sees, and ``sinks`` (H,), both
+    contiguous. ``cu_seqlens_q`` and ``cu_seqlens_k``, (B + 1,) int32, say where packed sequences
+    start.
     """
 
     alibi_slopes: Tensor | None = None
@@ -59,11 +61,33 @@ class MaskAndBias(NamedTuple):
     prefix_lengths: Tensor | None = None
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Which tensors there are."""
-        return tuple([n for n, x in zip(NAMES, self, strict=True) if x is not None])
+        """Which tensors :data:`NAMES` there are."""
+        return tuple([n for n, x in zip(NAMES, self, strict=False) if x is not None])
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed one after another."""
+        return self.cu_seqlens_q is not None
+
+    @property
+    def sequences(self) -> int:
+        """B of a packed batch."""
+        assert self.cu_seqlens_q is not None
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def has_equal_lengths(self) -> bool:
+        """Whether packed queries and keys start at the same places, because ``cu_seqlens`` is one
+        tensor: then each sequence has as many keys as queries."""
+        starts_q, starts_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if starts_q is None or starts_k is None:
+            return False
+        return starts_q.data_ptr() == starts_k.data_ptr()
 
     @property
     def bias_strides(self) -> tuple[int | None, ...]:
@@ -73,11 +97,12 @@ class MaskAndBias(NamedTuple):
         sizes = zip(self.bias.shape, self.bias.stride(), strict=True)
         return tuple(0 if n == 1 else stride for n, stride in sizes)
 
-    def sequence(self, index: int) -> MaskAndBias:
-        """The tensors of one sequence, a batch of one."""
-        *of_batch, sinks = self
-        own = [x if x is None or len(x) == 1 else x[index : index + 1] for x in of_batch]
-        return mask_and_bias_of((*own, sinks))
+    def sequence(self, index: int) -> Given:
+        """The tensors of one packed sequence, a batch of one that is not packed."""
+        slopes, bias, prefix_lengths, mask = (
+            x if x is None or len(x) == 1 else x[index : index + 1] for x in self[:SINKS]
+        )
+        return Given(slopes, bias, prefix_lengths, mask, self.sinks)
 
     def added(
         self, queries: tuple[int, int], keys: tuple[int, int], offset: int, dtype: torch.dtype
@@ -104,9 +129,11 @@ class MaskAndBias(NamedTuple):
         return total
 
 
-NO_MASK_OR_BIAS = MaskAndBias()
-# Keywords of the public functions, in the order in which operators take the tensors.
-NAMES = MaskAndBias._fields
+NOTHING = Given()
+GIVEN = Given._fields
+BIAS, SINKS, STARTS = GIVEN.index("bias"), GIVEN.index("sinks"), GIVEN.index("cu_seqlens_q")
+# Those that change the softmax: keywords of the public functions.
+NAMES = GIVEN[:STARTS]
 
 
 def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
@@ -119,20 +146,30 @@ def bias_of_tile(bias: Tensor, queries: tuple[int, int], keys: tuple[int, int]) 
 
 
 def parts_of_batch(
-    starts_q: Tensor | None, starts_k: Tensor | None, mask_and_bias: MaskAndBias
-) -> Iterator[tuple[slice, slice, MaskAndBias]]:
-    """Rows of queries, rows of keys and tensors: of each packed sequence, or the whole batch.
+    problem: Problem, given: Given, *tensors: Sequence[Tensor | None]
+) -> Iterator[tuple[list[Any], list[Any], Given]]:
+    """(B, H, N, ...) views of tensors: of each packed sequence, or of the whole batch.
 
-    ``starts_q`` and ``starts_k`` are read on the host; None for a batch that is not packed. Empty
+    ``tensors``: those with a row for each query, and those with a row for each key, all in the
+    layout of ``problem``. Each part also has its own ``given``. Starts are read on the host. Empty
     sequences are left out, but for the first one.
     """
-    if starts_q is None or starts_k is None:
-        yield slice(None), slice(None), mask_and_bias
+    rows, columns = (
+        [None if x is None else heads_first(x, problem.layout) for x in of_side]
+        for of_side in tensors
+    )
+    starts = [x.tolist() for x in given[STARTS:] if x is not None]
+    if not starts:
+        yield rows, columns, given
         return
-    spans = ([slice(*x) for x in itertools.pairwise(y.tolist())] for y in (starts_q, starts_k))
-    for i, (rows, columns) in enumerate(zip(*spans, strict=True)):
-        if i == 0 or rows.start < rows.stop or columns.start < columns.stop:
-            yield rows, columns, mask_and_bias.sequence(i)
+    spans = ([slice(*x) for x in itertools.pairwise(values)] for values in starts)
+    for i, (of_q, of_k) in enumerate(zip(*spans, strict=True)):
+        if i == 0 or of_q.start < of_q.stop or of_k.start < of_k.stop:
+            own_rows, own_columns = (
+                [None if x is None else x[:, :, span] for x in of_side]
+                for of_side, span in ((rows, of_q), (columns, of_k))
+            )
+            yield own_rows, own_columns, given.sequence(i)
 
 
 def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> Tensor:
@@ -148,26 +185,26 @@ def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> 
 
 
 def resolve_mask_and_bias(
-    given: Sequence[Tensor | None],
+    given: Given,
     layout: str,
     leading: Sequence[int],
     query: Tensor,
     key: Tensor,
-) -> MaskAndBias:
+) -> Given:
     """Checks user arguments and brings them into one shape.
 
     Args:
-        given: tensors :data:`NAMES`. ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias
-            is fp16, bf16 or fp32, broadcastable to (*leading, H, N_q, N_k); prefix lengths are
-            integers of shape ``leading``, of which what is below 0 counts as 0, and what is above
-            N_k as N_k, so that values need not be read on the host; a mask is (*leading, N_k)
-            uint8, as :func:`with_mask` returns it; sinks are (H,), floating.
+        given: ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias is fp16, bf16 or fp32,
+            broadcastable to (*leading, H, N_q, N_k); prefix lengths are integers of shape
+            ``leading``, of which what is below 0 counts as 0, and what is above N_k as N_k, so that
+            values need not be read on the host; a mask is (*leading, N_k) uint8, as
+            :func:`with_mask` returns it; sinks are (H,), floating. Starts are returned as given.
         layout: of query and key, "bhsd" or another one in which heads follow the sequence.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         query: checked, as ``key``.
         key: of it, only the length is looked at.
     """
-    alibi_slopes, bias, prefix_lengths, mask, sinks = given
+    alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
     rows, of_heads = (-2, -3) if layout == "bhsd" else (-3, -2)
     heads, device = query.shape[of_heads], query.device
     lengths = (query.shape[rows], key.shape[rows])
@@ -216,13 +253,13 @@ def resolve_mask_and_bias(
         prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
-    return MaskAndBias(alibi_slopes, bias, prefix_lengths, mask, sinks)
+    return Given(alibi_slopes, bias, prefix_lengths, mask, sinks, *starts)
 
 
 def in_four_dimensions(
-    layout: str | None, query: Tensor, key: Tensor, value: Tensor, tensors: Given
+    layout: str | None, query: Tensor, key: Tensor, value: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, Tensor, Given]:
-    """Query, key and value with one batch dimension, and the tensors :data:`NAMES` for it.
+    """Query, key and value with one batch dimension, and what is given for it.
 
     The dimensions before their last three become the batch. Keys and values that a mask hides from
     all queries become zeros.
@@ -230,46 +267,32 @@ def in_four_dimensions(
     check_layout(layout)
     layout = layout or "bhsd"
     batch = in_one_batch(query, key, value)
-    slopes, bias, prefix_lengths, mask, sinks = tensors
-    if mask is not None:
-        mask, bias, key, value = with_mask(mask, bias, query, key, value, layout)
-        tensors = (slopes, bias, prefix_lengths, mask, sinks)
+    if given.mask is not None:
+        mask, bias, key, value = with_mask(given.mask, given.bias, query, key, value, layout)
+        given = Given(given.alibi_slopes, bias, given.prefix_lengths, mask, given.sinks)
         if query.dim() == 4:
-            return query, key, value, tensors
+            return query, key, value, given
         batch = in_one_batch(query, key, value)
-    return *batch, resolve_mask_and_bias(tensors, layout, query.shape[:-3], query, key)
-
-
-def mask_and_bias_of(given: Sequence[Tensor | None]) -> MaskAndBias:
-    """The first of ``given``, which are tensors :data:`NAMES` in one shape."""
-    tensors = given[: len(NAMES)]
-    return NO_MASK_OR_BIAS if all(x is None for x in tensors) else MaskAndBias(*tensors)
+    return *batch, resolve_mask_and_bias(given, layout, query.shape[:-3], query, key)
 
 
 def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Given:
     """The tensors :data:`NAMES` of a call, checked and in one shape; the others as they are.
 
-    ``query`` and ``key`` have been checked, and have the layout of ``problem``; ``given`` are
-    tensors :data:`NAMES`, then ``cu_seqlens`` of queries and keys.
+    ``query`` and ``key`` have been checked, and have the layout of ``problem``.
     """
-    alibi_slopes, bias, prefix_lengths, mask, sinks, *starts = given
+    alibi_slopes, bias, prefix_lengths, mask, sinks, starts, _ = given
     if alibi_slopes is bias is prefix_lengths is mask is sinks is None:
         return given
-    first = query.shape[0] if starts[0] is None else starts[0].shape[0] - 1
-    tensors = given[: len(NAMES)]
-    resolved = resolve_mask_and_bias(tensors, problem.layout, (first,), query, key)
-    if prefix_lengths is not None:
-        check_prefix_options(problem)
-    return (*resolved, *starts)
-
-
-def check_prefix_options(problem: Problem) -> None:
-    """Raises ``ValueError`` unless the mask is one that a prefix can extend."""
+    batch = query.shape[0] if starts is None else starts.shape[0] - 1
+    resolved = resolve_mask_and_bias(given, problem.layout, (batch,), query, key)
+    if prefix_lengths is None:
+        return resolved
     if problem.causal not in ("top-left", "bottom-right"):
-        given = False if problem.causal == "none" else problem.causal
+        causal = False if problem.causal == "none" else problem.causal
         raise ValueError(
             f"causal must be 'top-left' or 'bottom-right' where prefix_lengths are given, but got "
-            f"{given!r}. Without a causal mask every query sees the prefix: leave "
+            f"{causal!r}. Without a causal mask every query sees the prefix: leave "
             f"prefix_lengths out."
         )
     if problem.window != (None, None):
@@ -277,6 +300,7 @@ def check_prefix_options(problem: Problem) -> None:
             f"window must be None where prefix_lengths are given, but got {problem.window}. Leave "
             f"one of them out."
         )
+    return resolved
 
 
 def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
@@ -331,14 +355,16 @@ def with_mask(
 
 
 def without_unseen_keys(
-    problem: Problem, n_queries: int, key: Tensor, value: Tensor, given: Given
-) -> tuple[Tensor, Tensor, Given]:
-    """A dense call's key, value and other tensors without keys that its band hides from all.
+    problem: Problem, n_queries: int, tensors: Sequence[Tensor], given: Given
+) -> tuple[Sequence[Tensor], Given]:
+    """A dense call's tensors without keys that its band hides from all.
 
     The product of a probability 0 with what such keys hold could be NaN, and they cost time. Those
-    behind a prefix, whose length is on the device, become zeros instead.
+    behind a prefix, whose length is on the device, become zeros instead. ``tensors``: key and
+    value, and others with a row for each key, which are never copied.
     """
-    unchanged = key, value, given
+    unchanged = tensors, given
+    key, value, *others = tensors
     slopes, bias, prefix_lengths, mask, sinks, *starts = given
     rows = 1 if problem.layout == "bshd" else 2
     n_keys = key.shape[rows]
@@ -352,15 +378,15 @@ def without_unseen_keys(
         if prefix_lengths.shape != key.shape[:1] or problem.bottom_right:
             return unchanged
         seen = torch.arange(n_keys, device=key.device) < prefix_lengths.clamp(min=last)[:, None]
-        return *_with_zeros(seen[:, None], key, value, problem.layout), given
-    key, value = (x.narrow(rows, first, last - first) for x in (key, value))
+        return (*_with_zeros(seen[:, None], key, value, problem.layout), *others), given
+    tensors = [x.narrow(rows, first, last - first) for x in tensors]
     if bias is None and mask is None:
-        return key, value, given
+        return tensors, given
     if bias is not None and columns > 1:
         bias = bias[..., first:last]
     if mask is not None:
         mask = mask[:, first:last].contiguous()
-    return key, value, (slopes, bias, prefix_lengths, mask, sinks, *starts)
+    return tensors, Given(slopes, bias, prefix_lengths, mask, sinks, *starts)
 
 
 def _with_zeros(seen: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor]:

@@ -33,25 +33,21 @@ from flashattn_triton.higher_derivatives import backward_tangents, forward_tange
 from flashattn_triton.inputs import check_inputs, check_starts
 from flashattn_triton.launch import (
     BackwardTensors,
-    Packing,
     dot_precision,
     empty_result,
     empty_row_statistic,
 )
 from flashattn_triton.mask_and_bias import (
-    NO_MASK_OR_BIAS,
-    Given,
-    MaskAndBias,
-    mask_and_bias_of,
-    normalised,
-)
-from flashattn_triton.operator_rules import (
     BIAS,
     GIVEN,
     NOTHING,
-    RESULTS,
     SINKS,
     STARTS,
+    Given,
+    normalised,
+)
+from flashattn_triton.operator_rules import (
+    RESULTS,
     TENSORS,
     backward_flops,
     forward_flops,
@@ -139,27 +135,15 @@ class CachedCall:
         self.normal = all(x is y for x, y in zip(given, used, strict=True))
         self.masked = any(x is not None for x in given[:STARTS])
         self.problem = problem
-        packing, mask_and_bias = self.launched_with(used)
         q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
-        self.plan = choose(q, k, v, problem, tensors=mask_and_bias.names)
-        tensors = (query, key, value)
-        self.launch = forward_launcher(tensors, problem, self.plan, packing, mask_and_bias)
-
-    def launched_with(self, given: Given) -> tuple[Packing | None, MaskAndBias]:
-        """Tensors in one shape as launchers take them."""
-        mask_and_bias = mask_and_bias_of(given) if self.masked else NO_MASK_OR_BIAS
-        starts_q, starts_k = given[STARTS:]
-        if starts_q is None or starts_k is None:
-            return None, mask_and_bias
-        return Packing(starts_q, starts_k, *self.problem.longest), mask_and_bias
+        self.plan = choose(q, k, v, problem, tensors=used.names)
+        self.launch = forward_launcher((query, key, value), problem, self.plan, used)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, given: Given
     ) -> tuple[Tensor, Tensor]:
         """Output in the layout of the inputs, and logsumexp (B, H, N_q), or (H, T_q)."""
-        if given is NOTHING:
-            return self.launch((query, key, value))
-        return self.launch((query, key, value), *self.launched_with(given))
+        return self.launch((query, key, value), given)
 
     def backward(
         self, tensors: BackwardTensors, given: Given, needs: Needs, into: Sequence[Tensor] = ()
@@ -186,15 +170,11 @@ class CachedCall:
         )  # fmt: skip
         launch = _cache.get(key_)
         if launch is None:
-            launch = gradients_launcher(
-                tensors, self.problem, self.plan, *self.launched_with(given), needs, into
-            )
+            launch = gradients_launcher(tensors, self.problem, self.plan, given, needs, into)
             _store(key_, launch)
         if into:
-            return launch(tensors, *self.launched_with(given), into)
-        if given is NOTHING:
-            return launch(tensors)
-        return launch(tensors, *self.launched_with(given))
+            return launch(tensors, given, into)
+        return launch(tensors, given)
 
 
 def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
@@ -241,11 +221,6 @@ TANGENTS = torch.ops.flashattn_triton.tangents.default
 TENSORS_OF_TANGENTS = 12 + len(GIVEN)
 
 
-def operator_arguments(problem: Problem, given: Given = NOTHING) -> tuple[Any, ...]:
-    """What the operators take behind query, key and value, and behind the results."""
-    return (*given, *problem.pack())
-
-
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     call, given = _call_of(query, key, value, rest)
     return call.forward(query, key, value, given)
@@ -264,7 +239,7 @@ def _call_of(
     query: Tensor, key: Tensor, value: Tensor, rest: Sequence[Any]
 ) -> tuple[CachedCall, Given]:
     """The call of an operator, and its tensors that are :data:`GIVEN`."""
-    given, problem = tuple(rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
+    given, problem = Given(*rest[: len(GIVEN)]), Problem.unpack(rest[len(GIVEN) :])
     if all(x is None for x in given):
         given = NOTHING
     return call_for(problem, query, key, value, given), given
@@ -315,7 +290,7 @@ class Attend(_SingleLevelFunction):
     ) -> Any:
         """Output and logsumexp."""
         if isinstance(call, CachedCall):
-            out, lse = call.forward(query, key, value, given or NOTHING)
+            out, lse = call.forward(query, key, value, Given(*given) if given else NOTHING)
         else:
             out, lse = _below(FORWARD, query, key, value, *given, *call)
         ctx.save_for_backward(query, key, value, out, lse, *given)
@@ -333,7 +308,7 @@ class Attend(_SingleLevelFunction):
             if grad_lse is None:
                 return (None,) * (4 + len(rest))
             grad_out = torch.zeros_like(out)
-        call, given, needs = ctx.call, tuple(rest) or NOTHING, ONLY_INPUTS
+        call, given, needs = ctx.call, Given(*rest) if rest else NOTHING, ONLY_INPUTS
         if rest and (call.masked if isinstance(call, CachedCall) else True):
             needed = ctx.needs_input_grad
             needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
@@ -498,7 +473,7 @@ def _differentiated(tensors: Sequence[Tensor | None], start: int) -> list[Tensor
 
 def _in_given(dbias: Tensor | None, dsinks: Tensor | None) -> Given:
     """Gradients of the tensors named :data:`GIVEN`."""
-    return tuple(dbias if i == BIAS else dsinks if i == SINKS else None for i in range(len(GIVEN)))
+    return Given(bias=dbias, sinks=dsinks)
 
 
 def _below(operator: Callable[..., Any], *arguments: Any) -> Any:

@@ -19,12 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import NAMES, Given
+from flashattn_triton.mask_and_bias import BIAS, GIVEN, SINKS, STARTS
 
-# Tensors that may come with query, key and value, in the order of the operators' arguments.
-GIVEN = (*NAMES, "cu_seqlens_q", "cu_seqlens_k")
-BIAS, SINKS, STARTS = 1, 4, 5
-NOTHING: Given = (None,) * len(GIVEN)
 TENSORS = 3 + len(GIVEN)  # of the operator ``forward``
 RESULTS = 4  # that ``backward`` takes behind query, key and value
 

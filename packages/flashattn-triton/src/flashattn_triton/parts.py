@@ -31,7 +31,6 @@ from flashattn_triton.problem import (
     check_layout,
     heads_first,
     new_problem,
-    seen_keys,
 )
 from flashattn_triton.tiled import sinks_gradient
 
@@ -178,14 +177,13 @@ def flash_attention_backward(
     _check_sums(into, (query, key, value))
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
-    given: Given = (alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
+    given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
-        first, last = seen_keys(query.shape[rows], key.shape[rows], problem)
-        whole = key
-        key, value, given = without_unseen_keys(problem, query.shape[rows], key, value, given)
-        if key.shape != whole.shape:
-            into = [into[0], *(x.narrow(rows, first, last - first) for x in into[1:])]
+        (key, value, *sums), given = without_unseen_keys(
+            problem, query.shape[rows], (key, value, *into[1:]), given
+        )
+        into = [into[0], *sums]
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
     resolved = normalised(problem, query, key, given)
     if problem.implementation == "reference":

@@ -78,11 +78,10 @@ def dot_fp32(a, b, INFINITIES: tl.constexpr):
 
 
 @triton.jit
-def dot(
-    a, b, acc, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, INFINITIES: tl.constexpr = True
-):
+def dot(a, b, acc, OPTIONS: tl.constexpr, INFINITIES: tl.constexpr = True):
     """``acc + a @ b`` in fp32. The interpreter multiplies bf16 as if its bits were integers."""
-    if INTERPRETED:
+    PRECISION: tl.constexpr = OPTIONS.precision
+    if OPTIONS.interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     if PRECISION == "bf16x6":
         product = dot_fp32(a, b, INFINITIES)
@@ -94,9 +93,9 @@ def dot(
 
 
 @triton.jit
-def loop_bound(x, INTERPRETED: tl.constexpr):
+def loop_bound(x, OPTIONS: tl.constexpr):
     """``x``. The interpreter's scalars are arrays of one element, which ``range`` does not take."""
-    if INTERPRETED:
+    if OPTIONS.interpreted:
         return integer_of(x)
     return x
 
@@ -108,76 +107,56 @@ def tile_of_program(
 ):  # fmt: skip
     """This program's tile of TILE rows, and where its batch element or sequence lies.
 
+    In a dense batch, tiles of one head are neighbours, so that what they share stays in L2. The
+    batch may share a bias: its elements then follow one another, to find it there.
+
+    Packed sequence s has the tiles from ``starts[s] // TILE + s`` on, which are at least as many as
+    it needs: so a search in ``starts`` finds the sequence of a tile, and the grid is the same
+    whatever the lengths are (``launch.tiles_of_head``). The tokens that no sequence owns, from
+    ``starts[B]`` on, are one more sequence, which sees nothing.
+
     Returns:
         (first row, batch element with slopes and a prefix, head, whether a sequence owns the rows),
         and (first token, tokens) of the tile's rows, and of what they see or are seen by.
     """
     if OPTIONS.packed:
-        tile, own, other = _packed_tile(
-            starts_ptr, other_starts_ptr, n_rows, n_heads, TILE, LAST_FIRST
-        )
-    else:
-        tile = _dense_tile(n_rows, n_heads, TILE, LAST_FIRST, OPTIONS)
-        own, other = (0, n_rows), (0, n_other)
-    return tile, own, other
-
-
-@triton.jit
-def _dense_tile(
-    n_rows, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr, OPTIONS: tl.constexpr
-):
-    """The tile of :func:`tile_of_program` in a dense batch.
-
-    Tiles of one head are neighbours, so that what they share stays in L2. The batch may share a
-    bias: its elements then follow one another, to find it there.
-    """
-    n_tiles = tl.cdiv(n_rows, TILE)
-    if OPTIONS.has_bias:
-        n_batch = tl.num_programs(0) // (n_tiles * n_heads)
-        batch = tl.program_id(0) % n_batch
-        head = tl.program_id(0) // n_batch // n_tiles
-        tile = tl.program_id(0) // n_batch % n_tiles
-    else:
-        head = (tl.program_id(0) // n_tiles) % n_heads
-        batch = tl.program_id(0) // n_tiles // n_heads
+        n_tiles = tl.num_programs(0) // n_heads
+        n_sequences = n_tiles - n_rows // TILE - 1
+        head = tl.program_id(0) // n_tiles
         tile = tl.program_id(0) % n_tiles
+    else:
+        n_tiles = tl.cdiv(n_rows, TILE)
+        if OPTIONS.has_bias:
+            n_batch = tl.num_programs(0) // (n_tiles * n_heads)
+            batch = tl.program_id(0) % n_batch
+            head = tl.program_id(0) // n_batch // n_tiles
+            tile = tl.program_id(0) // n_batch % n_tiles
+        else:
+            head = (tl.program_id(0) // n_tiles) % n_heads
+            batch = tl.program_id(0) // n_tiles // n_heads
+            tile = tl.program_id(0) % n_tiles
     if LAST_FIRST:
         tile = n_tiles - 1 - tile
-    return tile * TILE, batch, head, True
-
-
-@triton.jit
-def _packed_tile(
-    starts_ptr, other_starts_ptr, n_tokens, n_heads, TILE: tl.constexpr, LAST_FIRST: tl.constexpr
-):
-    """What :func:`tile_of_program` returns of a packed batch.
-
-    Sequence s has the tiles from ``starts[s] // TILE + s`` on, which are at least as many as it
-    needs: so a search in ``starts`` finds the sequence of a tile, and the grid is the same whatever
-    the lengths are (``launch.tiles_of_head``). The tokens that no sequence owns, from
-    ``starts[B]`` on, are one more sequence, which sees nothing.
-    """
-    n_tiles = tl.num_programs(0) // n_heads
-    n_sequences = n_tiles - n_tokens // TILE - 1
-    head = tl.program_id(0) // n_tiles
-    tile = tl.program_id(0) % n_tiles
-    if LAST_FIRST:
-        tile = n_tiles - 1 - tile
-    sequence = tile * 0
-    beyond = n_sequences + 1
-    while beyond - sequence > 1:
-        middle = (sequence + beyond) // 2
-        begins = tl.load(starts_ptr + middle) // TILE + middle <= tile
-        sequence = tl.where(begins, middle, sequence)
-        beyond = tl.where(begins, beyond, middle)
-    is_owned = sequence < n_sequences
-    first = tl.load(starts_ptr + sequence)
-    end = tl.load(starts_ptr + sequence + 1, mask=is_owned, other=n_tokens)
-    other_first = tl.load(other_starts_ptr + sequence)
-    other_end = tl.load(other_starts_ptr + sequence + 1, mask=is_owned, other=0)
-    first_row = (tile - first // TILE - sequence) * TILE
-    own, other = (first, end - first), (other_first, tl.maximum(other_end - other_first, 0))
-    return (first_row, tl.minimum(sequence, n_sequences - 1), head, is_owned), own, other
+    if OPTIONS.packed:
+        sequence = tile * 0
+        beyond = n_sequences + 1
+        while beyond - sequence > 1:
+            middle = (sequence + beyond) // 2
+            begins = tl.load(starts_ptr + middle) // TILE + middle <= tile
+            sequence = tl.where(begins, middle, sequence)
+            beyond = tl.where(begins, beyond, middle)
+        is_owned = sequence < n_sequences
+        first = tl.load(starts_ptr + sequence)
+        end = tl.load(starts_ptr + sequence + 1, mask=is_owned, other=n_rows)
+        other_first = tl.load(other_starts_ptr + sequence)
+        other_end = tl.load(other_starts_ptr + sequence + 1, mask=is_owned, other=0)
+        first_row = (tile - first // TILE - sequence) * TILE
+        batch = tl.minimum(sequence, n_sequences - 1)
+        own, other = (first, end - first), (other_first, tl.maximum(other_end - other_first, 0))
+    else:
+        first_row, is_owned = tile * TILE, True
+        own, other = (0, n_rows), (0, n_other)
+    return (first_row, batch, head, is_owned), own, other
 
 
 @triton.jit
@@ -310,11 +289,8 @@ def tile_indices(N: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def visible(
-    queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr, TRANSPOSED: tl.constexpr
-):
+def visible(queries, keys, mask, is_causal: tl.constexpr, OPTIONS: tl.constexpr):
     """Which of ``keys`` each of ``queries`` sees, as a tile; the diagonal is query + offset."""
-    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
     offset, _, n_keys, window_left, window_right, prefix = mask
     seen = keys < n_keys
     if is_causal:
@@ -340,17 +316,6 @@ def key_positions(first, slope, N: tl.constexpr):
 
 
 @triton.jit
-def subtract_distances(z, queries, keys, offset, base, slope, TRANSPOSED: tl.constexpr):
-    """``z``, less ``slope`` for each position from the diagonal, in either direction.
-
-    Positions are measured from ``base``, a key near those that count, which keeps them small.
-    """
-    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
-    diagonal = (queries + (offset - base)).to(tl.float32)
-    return z - slope * tl.abs(diagonal - (keys - base).to(tl.float32))
-
-
-@triton.jit
 def of_queries(x, TRANSPOSED: tl.constexpr):
     """(queries,) as a factor of a tile of scores, (queries, keys) or transposed."""
     return x[None, :] if TRANSPOSED else x[:, None]
@@ -360,19 +325,6 @@ def of_queries(x, TRANSPOSED: tl.constexpr):
 def of_keys(x, TRANSPOSED: tl.constexpr):
     """(keys,) as a factor of a tile of scores, (queries, keys) or transposed."""
     return x[:, None] if TRANSPOSED else x[None, :]
-
-
-@triton.jit
-def load_bias(added, queries, keys, mask, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The bias of a tile. Queries may lie past the end; keys only in a MASKED tile."""
-    queries, keys = of_queries(queries, TRANSPOSED), of_keys(keys, TRANSPOSED)
-    _, bias, stride_bq, stride_bk, _ = added
-    _, n_queries, n_keys, _, _, _ = mask
-    inside = queries < n_queries
-    if MASKED:
-        inside = inside & (keys < n_keys)
-    pointers = bias + queries.to(tl.int64) * stride_bq + keys.to(tl.int64) * stride_bk
-    return tl.load(pointers, mask=inside, other=float("-inf"))
 
 
 @triton.jit
@@ -402,8 +354,8 @@ def scores_tile(
     backward kernel also takes no maximum, so it hides P instead (:func:`probabilities`), which
     leaves the scale in one multiply-add.
     """
-    offset = mask[0]
-    slope, bias, _, _, shown = added
+    offset, n_queries, n_keys, _, _, _ = mask
+    slope, bias, stride_bq, stride_bk, shown = added
     scale, softcap = factors
     if OPTIONS.has_softcap:
         s = tanh(s * (scale / softcap))
@@ -412,8 +364,10 @@ def scores_tile(
         factor = scale * LOG2_E
     if not (HIDES or OPTIONS.alibi or OPTIONS.has_bias or OPTIONS.has_mask):
         return s, factor, s
+    tile_queries = of_queries(queries, TRANSPOSED)
+    tile_keys = of_keys(key_start + keys, TRANSPOSED)
     if HIDES:
-        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
+        seen = visible(tile_queries, tile_keys, mask, is_causal, OPTIONS)
     # Scores have the bias's own units where there is one, so that adding it is one multiply-add.
     unit: tl.constexpr = LOG2_E if OPTIONS.has_bias else 1.0
     in_unit: tl.constexpr = LN_2 if OPTIONS.has_bias else 1.0
@@ -422,19 +376,24 @@ def scores_tile(
         positions = key_positions(first_position, slope * in_unit, keys.shape[0])
         z += of_keys(positions, TRANSPOSED)
     elif OPTIONS.alibi:
-        by = slope * in_unit
-        z = subtract_distances(z, queries, key_start + keys, offset, base, by, TRANSPOSED)
+        diagonal = (tile_queries + (offset - base)).to(tl.float32)
+        z -= slope * in_unit * tl.abs(diagonal - (tile_keys - base).to(tl.float32))
     if OPTIONS.has_bias:
         if OPTIONS.bias_tma:
             batch, head, first_query = bias_position
             tile = bias.load([batch, head, first_query, key_start])
             tile = tile.reshape(queries.shape[0], keys.shape[0])
-        else:
-            tile = load_bias(added, queries, key_start + keys, mask, MASKED, TRANSPOSED)
+        else:  # queries may lie past the end; keys only in a MASKED tile
+            inside = tile_queries < n_queries
+            if MASKED:
+                inside = inside & (tile_keys < n_keys)
+            pointers = bias + tile_queries.to(tl.int64) * stride_bq
+            pointers += tile_keys.to(tl.int64) * stride_bk
+            tile = tl.load(pointers, mask=inside, other=float("-inf"))
         tile = tile.to(tl.float32)
         z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
     if OPTIONS.has_mask:
-        is_shown = tl.load(shown + key_start + keys, mask=key_start + keys < mask[2], other=0)
+        is_shown = tl.load(shown + key_start + keys, mask=key_start + keys < n_keys, other=0)
         z = tl.where(of_keys(is_shown, TRANSPOSED) != 0, z, float("-inf"))
     if HIDES:
         z = tl.where(seen, z, float("-inf"))
@@ -474,7 +433,9 @@ def probabilities(
         logsumexp += alibi_of_rows(queries, mask[0], base, added[0])
     p = tl.exp2(z * unit - of_queries(logsumexp, TRANSPOSED))
     if MASKED:
-        seen = visible(queries, key_start + keys, mask, is_causal, OPTIONS, TRANSPOSED)
+        tile_queries = of_queries(queries, TRANSPOSED)
+        tile_keys = of_keys(key_start + keys, TRANSPOSED)
+        seen = visible(tile_queries, tile_keys, mask, is_causal, OPTIONS)
         p = tl.where(seen, p, 0.0)
     return p, s
 

@@ -16,17 +16,14 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.mask_and_bias import (
-    NO_MASK_OR_BIAS,
-    MaskAndBias,
+    NOTHING,
+    Given,
     joined_parts,
-    mask_and_bias_of,
     parts_of_batch,
 )
 from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_first
@@ -65,7 +62,7 @@ def attention_reference(
     key: Tensor,
     value: Tensor,
     problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+    given: Given = NOTHING,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +76,7 @@ def attention_reference(
         key: (B, G, N_k, D); query head h reads key/value head h // (H / G).
         value: (B, G, N_k, E).
         problem: mask, scale and soft-cap.
-        mask_and_bias: ALiBi slopes, prefixes, a bias and sinks, both differentiable too.
+        given: ALiBi slopes, prefixes, a bias and sinks, both differentiable too.
         dtype: everything is computed and returned in it. ``torch.float64`` is the oracle of
             float32 kernels; a half type gives "the same computation in PyTorch at the same
             precision", the yardstick of half-precision kernels.
@@ -94,19 +91,19 @@ def attention_reference(
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     n_queries, n_keys = query.shape[2], key.shape[2]
     offset = diagonal_offset(n_queries, n_keys, problem)
-    added = mask_and_bias.added((0, n_queries), (0, n_keys), offset, dtype)
+    added = given.added((0, n_queries), (0, n_keys), offset, dtype)
     if added is not None:
         scores = scores + added
     visible = visibility_mask(n_queries, n_keys, problem, query.device)
-    if mask_and_bias.prefix_lengths is not None:
-        prefixes = mask_and_bias.prefix_lengths[:, None, None, None]
+    if given.prefix_lengths is not None:
+        prefixes = given.prefix_lengths[:, None, None, None]
         visible = visible | (torch.arange(n_keys, device=query.device) < prefixes)
     scores = scores.masked_fill(~visible, float("-inf"))
     # Neither the maximum nor the sum of a row without visible keys may reach a logarithm or a
     # division, or its gradients become NaN: such rows are computed as if max = 0 and sum = 1.
     # The extra column lets amax accept N_k = 0. The shift cancels, so it carries no gradient.
     row_max = F.pad(scores.detach(), (0, 1), value=float("-inf")).amax(dim=-1)
-    sinks = mask_and_bias.sinks
+    sinks = given.sinks
     if sinks is not None:
         sinks = sinks.to(dtype)[:, None]  # (H, 1)
         row_max = torch.maximum(row_max, sinks.detach())
@@ -124,26 +121,23 @@ def attention_reference(
 
 
 def attend_by_definition(
-    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Sequence[Tensor | None],
-    *, dtype: torch.dtype | None = None,
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given, *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`attention_reference` of the batch, or of each packed sequence, in the given layout.
 
-    ``given`` are tensors :data:`~flashattn_triton.operator_rules.GIVEN`, checked and in one shape.
-    ``dtype`` None: everything is computed in fp32, or in float64 for such tensors, and the output
-    is rounded to the problem's or query's dtype. Tokens behind the last sequence get 0 and -inf.
+    ``given``: checked and in one shape. ``dtype`` None: everything is computed in fp32, or in
+    float64 for such tensors, and the output is rounded to the problem's or query's dtype. Tokens
+    behind the last sequence get 0 and -inf.
     """
     out_dtype = dtype or problem.out_dtype or query.dtype
     dtype = dtype or torch.promote_types(query.dtype, torch.float32)
-    *_, starts_q, starts_k = given
-    q, k, v = (heads_first(x, problem.layout) for x in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
         parts = [
-            attention_reference(
-                q[:, :, rows], k[:, :, columns], v[:, :, columns], problem, own, dtype=dtype
-            )
-            for rows, columns, own in parts_of_batch(starts_q, starts_k, mask_and_bias_of(given))
+            attention_reference(q, k, v, problem, own, dtype=dtype)
+            for (q,), (k, v), own in parts_of_batch(problem, given, (query,), (key, value))
         ]
     outs, lses = zip(*parts, strict=True)
-    out, lse = joined_parts(outs, q.shape[2]), joined_parts(lses, q.shape[2], float("-inf"))
+    n_queries = heads_first(query, problem.layout).shape[2]
+    out, lse = joined_parts(outs, n_queries), joined_parts(lses, n_queries, float("-inf"))
     return as_given(out, problem.layout).to(out_dtype), as_given(lse, problem.layout)

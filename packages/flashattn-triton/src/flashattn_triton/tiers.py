@@ -14,22 +14,20 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from flashattn_triton.configs import Tiling
 from flashattn_triton.dispatch import Plan
 from flashattn_triton.launch import (
     BackwardTensors,
-    Packing,
     empty_result,
     empty_row_statistic,
     unit_last_stride,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, parts_of_batch
+from flashattn_triton.mask_and_bias import NOTHING, Given, parts_of_batch
 from flashattn_triton.problem import MAX_HEAD_DIM_BACKWARD, Problem, as_given, heads_first
 from flashattn_triton.tiled import sinks_gradient, tiled_backward, tiled_forward
 
-# (query, key, value), packing=None, mask_and_bias=... to output and logsumexp.
+# (query, key, value), given=NOTHING to output and logsumexp.
 ForwardLauncher = Callable[..., tuple[Tensor, Tensor]]
-# BackwardTensors, packing=None, mask_and_bias=..., into=() to gradients.
+# BackwardTensors, given=NOTHING, into=() to gradients.
 BackwardLauncher = Callable[..., tuple[Tensor | None, ...]]
 # The gradients that are wanted: of query, key and value; of the bias; of the sinks.
 Needs = tuple[bool, bool, bool]
@@ -40,30 +38,29 @@ _ROWS = (0, 1, 2, 3, 5)
 
 
 def forward_launcher(
-    tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, plan: Plan, packing: Packing | None,
-    mask_and_bias: MaskAndBias,
-) -> ForwardLauncher:  # fmt: skip
+    tensors: tuple[Tensor, Tensor, Tensor], problem: Problem, plan: Plan, given: Given
+) -> ForwardLauncher:
     """What launches the forward pass of such tensors by the tier of ``plan``.
 
-    ``tensors``: query, key and value.
+    ``tensors``: query, key and value. ``given``: normalised.
     """
     if plan.tier == "hopper":
         from flashattn_triton.hopper.forward import HopperForwardCall
 
         q, k, v = _views(tensors, problem)
-        return HopperForwardCall(q, k, v, problem, packing, mask_and_bias.sinks)
+        return HopperForwardCall(q, k, v, problem, given)
     if plan.tiling is None:
         return functools.partial(_tiled_forward, problem)
     from flashattn_triton.portable.forward import ForwardCall
 
     q, k, v = _views(readable(tensors), problem)
-    call = ForwardCall(q, k, v, problem, plan.tiling.forward, packing, mask_and_bias)
+    call = ForwardCall(q, k, v, problem, plan.tiling.forward, given)
     return _on_copies(call, tensors)
 
 
 def gradients_launcher(
-    tensors: BackwardTensors, problem: Problem, plan: Plan, packing: Packing | None,
-    mask_and_bias: MaskAndBias, needs: Needs, into: Sequence[Tensor] = (),
+    tensors: BackwardTensors, problem: Problem, plan: Plan, given: Given, needs: Needs,
+    into: Sequence[Tensor] = (),
 ) -> BackwardLauncher:  # fmt: skip
     """What launches the backward passes of such tensors by the tier of ``plan``.
 
@@ -77,57 +74,49 @@ def gradients_launcher(
     of_bias: Callable[..., Tensor] | None = None
     of_sinks: Callable[..., Tensor] | None = None
     if needs[0] or (needs[1] and tiling is None):
-        main = _backward_launcher(
-            tensors, problem, plan, tiling, packing, mask_and_bias, needs, into
-        )
+        views, sums = _views(tensors, problem), _views(into, problem)
+        by_hopper = plan.runs_hopper_backward(problem)
+        if by_hopper and into:
+            from flashattn_triton.hopper.backward import can_add
+
+            by_hopper = can_add((views[0].shape[3], views[2].shape[3]), sums)
+        if by_hopper:
+            from flashattn_triton.hopper.backward import HopperBackwardCall
+
+            main = HopperBackwardCall(views, problem, given, sums)
+        elif tiling is None:
+            main = functools.partial(_tiled_backward, problem, needs)
+        else:
+            from flashattn_triton.portable.backward import BackwardCall
+
+            views = _views(readable(tensors), problem)
+            main = _on_copies(BackwardCall(views, problem, tiling, given, sums), tensors)
     if main is not None and not needs[1] and not needs[2]:
         return main
     if needs[1] and tiling is not None:
         from flashattn_triton.portable.bias_pass import BiasCall
 
         views = _views(readable(tensors), problem)
-        of_bias = _on_copies(BiasCall(views, problem, tiling, mask_and_bias), tensors)
+        of_bias = _on_copies(BiasCall(views, problem, tiling, given), tensors)
     if needs[2] and tensors[3].is_cuda and tensors[3].numel():
         from flashattn_triton.portable.preprocess import SinksCall
 
-        assert mask_and_bias.sinks is not None
+        assert given.sinks is not None
         views = _views(readable(tensors), problem)
-        of_sinks = _on_copies(SinksCall(views, mask_and_bias.sinks), tensors)
+        of_sinks = _on_copies(SinksCall(views, given.sinks), tensors)
 
-    def launch(
-        tensors: BackwardTensors, packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    def launch(tensors: BackwardTensors, given: Given = NOTHING) -> tuple[Tensor | None, ...]:
         none = (None, None, None)
-        found = none if main is None else main(tensors, packing, mask_and_bias)
+        found = none if main is None else main(tensors, given)
         dbias = found[3] if len(found) > 3 else None
         if of_bias is not None:
-            dbias = of_bias(tensors, mask_and_bias)
-        dsinks = None if of_sinks is None else of_sinks(tensors, mask_and_bias)
-        if needs[2] and of_sinks is None and mask_and_bias.sinks is not None:
-            dsinks = sinks_gradient(mask_and_bias.sinks, *_views(tensors, problem)[3:])
+            dbias = of_bias(tensors, given)
+        dsinks = None if of_sinks is None else of_sinks(tensors, given)
+        if needs[2] and of_sinks is None and given.sinks is not None:
+            dsinks = sinks_gradient(given.sinks, *_views(tensors, problem)[3:])
         return *(found[:3] if needs[0] else none), dbias, dsinks
 
     return launch
-
-
-def _backward_launcher(
-    tensors: BackwardTensors, problem: Problem, plan: Plan, tiling: Tiling | None,
-    packing: Packing | None, mask_and_bias: MaskAndBias, needs: Needs, into: Sequence[Tensor],
-) -> BackwardLauncher:  # fmt: skip
-    views, sums = _views(tensors, problem), _views(into, problem)
-    if plan.runs_hopper_backward(problem):
-        from flashattn_triton.hopper.backward import HopperBackwardCall, can_add
-
-        if not into or can_add((views[0].shape[3], views[2].shape[3]), sums):
-            return HopperBackwardCall(views, problem, packing, sums)
-    if tiling is None:
-        return functools.partial(_tiled_backward, problem, needs)
-    from flashattn_triton.portable.backward import BackwardCall
-
-    views = _views(readable(tensors), problem)
-    call = BackwardCall(views, problem, tiling, packing, mask_and_bias, sums)
-    return _on_copies(call, tensors)
 
 
 def _views(tensors: Sequence[Any], problem: Problem) -> tuple[Any, ...]:
@@ -147,40 +136,33 @@ def _on_copies(call: Callable[..., _Results], tensors: Sequence[Any]) -> Callabl
 
 
 def _tiled_forward(
-    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    query, _, value = tensors
-    q, k, v = _views(tensors, problem)
+    problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], given: Given = NOTHING
+) -> tuple[Tensor, Tensor]:
+    query, key, value = tensors
     out = empty_result(query, value.shape[-1], problem.layout, problem.out_dtype).zero_()
-    lse = empty_row_statistic(q).fill_(float("-inf"))
-    (o,) = _views((out,), problem)
-    for rows, columns, given in parts_of_batch(*_starts(packing), mask_and_bias):
-        part = (q[:, :, rows], k[:, :, columns], v[:, :, columns])
-        o[:, :, rows], lse[:, :, rows] = tiled_forward(*part, problem, given)
+    lse = empty_row_statistic(heads_first(query, problem.layout)).fill_(float("-inf"))
+    lse = as_given(lse, problem.layout)
+    of_queries, of_keys = (query, out, lse), (key, value)
+    for (q, o, l_rows), (k, v), own in parts_of_batch(problem, given, of_queries, of_keys):
+        o[:], l_rows[:] = tiled_forward(q, k, v, problem, own)
     # A Function refuses to have its output changed in place if that is a view.
     out = query.new_empty(0) if problem.largest_only else out.detach()
-    return out, as_given(lse, problem.layout).detach()
+    return out, lse.detach()
 
 
 def _tiled_backward(
-    problem: Problem, needs: Needs, tensors: BackwardTensors, packing: Packing | None = None,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, into: Sequence[Tensor] = (),
+    problem: Problem, needs: Needs, tensors: BackwardTensors, given: Given = NOTHING,
+    into: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:  # fmt: skip
     inputs, results = tensors[:3], tensors[3:]
     sums = into or [empty_result(x, x.shape[-1], problem.layout).zero_() for x in inputs]
     if into:  # gradients have the dtype of their inputs
         inputs = (inputs[0].float(), inputs[1].float(), inputs[2].float())
-    views = _views((*inputs, *results), problem)
-    for rows, columns, given in parts_of_batch(*_starts(packing), mask_and_bias):
-        spans = (rows, columns, columns, *[rows] * 4)
-        part: Any = [None if x is None else x[:, :, of] for x, of in zip(views, spans, strict=True)]
-        gradients = tiled_backward(part, problem, given, of_bias=needs[1])
-        for total, gradient, of in zip(_views(sums, problem), gradients, spans, strict=False):
-            total[:, :, of] += gradient
+    of_queries, of_keys = (sums[0], inputs[0], *results), (*sums[1:], *inputs[1:])
+    for (dq, q, *rows), (dk, dv, k, v), own in parts_of_batch(problem, given, of_queries, of_keys):
+        part: Any = (q, k, v, *rows)
+        gradients = tiled_backward(part, problem, own, of_bias=needs[1])
+        for total, gradient in zip((dq, dk, dv), gradients, strict=False):
+            total += gradient
     # A bias comes with one part.
     return *(x.detach() for x in sums), *gradients[3:]
-
-
-def _starts(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if packing is None else packing[:2]

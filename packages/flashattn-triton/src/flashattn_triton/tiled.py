@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.launch import BackwardTensors
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias, bias_of_tile
+from flashattn_triton.mask_and_bias import NOTHING, Given, bias_of_tile
 from flashattn_triton.problem import Problem, accumulated, diagonal_offset
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
@@ -33,9 +33,8 @@ KEY_TILE = 256
 
 @torch.no_grad()
 def tiled_forward(
-    query: Tensor, key: Tensor, value: Tensor, problem: Problem,
-    mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *, query_tile: int = QUERY_TILE,
-    key_tile: int = KEY_TILE,
+    query: Tensor, key: Tensor, value: Tensor, problem: Problem, given: Given = NOTHING, /, *,
+    query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Algorithm 1: attention output and logsumexp, one tile of scores at a time.
 
@@ -48,7 +47,7 @@ def tiled_forward(
         (B, H, N_q) in fp32 (fp64 for fp64 inputs). A query that sees no key has output 0 and
         logsumexp -inf.
     """
-    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
+    score_tiles = ScoreTiles(query, key, problem, given)
     with torch.autocast(query.device.type, enabled=False):
         v = fold(value, score_tiles.groups)
         out = v.new_zeros(*score_tiles.q.shape[:2], v.shape[-1])
@@ -78,7 +77,7 @@ def tiled_forward(
 
 @torch.no_grad()
 def tiled_backward(
-    tensors: BackwardTensors, problem: Problem, mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS, /, *,
+    tensors: BackwardTensors, problem: Problem, given: Given = NOTHING, /, *,
     of_bias: bool = False, query_tile: int = QUERY_TILE, key_tile: int = KEY_TILE,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Algorithm 2: gradients of query, key and value, with P recomputed from the logsumexp.
@@ -93,9 +92,9 @@ def tiled_backward(
         accumulated in fp32 (fp64).
     """
     query, key, value, _, _, _, grad_lse = tensors
-    score_tiles = ScoreTiles(query, key, problem, mask_and_bias)
+    score_tiles = ScoreTiles(query, key, problem, given)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
-    inputs, bias = [query, key, value], mask_and_bias.bias
+    inputs, bias = [query, key, value], given.bias
     with torch.autocast(query.device.type, enabled=False):
         v, out, lse, do = (fold(x, groups) for x in tensors[2:6])
         delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
@@ -236,18 +235,16 @@ def unfold(x: Tensor, shape: Sequence[int], groups: int) -> Tensor:
 class ScoreTiles:
     """Queries and keys folded and scaled, and the scores of their tiles."""
 
-    def __init__(
-        self, query: Tensor, key: Tensor, problem: Problem, mask_and_bias: MaskAndBias
-    ) -> None:
+    def __init__(self, query: Tensor, key: Tensor, problem: Problem, given: Given) -> None:
         self.batch, self.heads, n_queries, _ = query.shape
         self.n_queries = n_queries
         self.groups, n_keys = key.shape[1], key.shape[2]
         self.ratio = self.heads // self.groups
         self.problem = problem
-        self.mask_and_bias = mask_and_bias
+        self.given = given
         self.offset = diagonal_offset(n_queries, n_keys, problem)
-        self.band = Band.of(n_queries, n_keys, problem, mask_and_bias.prefix_lengths)
-        mask = mask_and_bias.mask
+        self.band = Band.of(n_queries, n_keys, problem, given.prefix_lengths)
+        mask = given.mask
         self._hidden_keys = None if mask is None else (mask == 0).all(0)
         with torch.autocast(query.device.type, enabled=False):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
@@ -276,11 +273,11 @@ class ScoreTiles:
         if softcap is not None:
             capped = torch.tanh(scores / softcap)
             scores, slope = capped * softcap, 1 - capped.square()
-        added = self.mask_and_bias.added(queries, keys, self.offset, self.q.dtype)
+        added = self.given.added(queries, keys, self.offset, self.q.dtype)
         if added is not None:
             shape = (self.batch, self.heads, n_queries, n_keys)
             scores = scores + fold(added.expand(shape), self.groups)
-        hidden = self.band.hidden(queries, keys, k, self.mask_and_bias.prefix_lengths)
+        hidden = self.band.hidden(queries, keys, k, self.given.prefix_lengths)
         if hidden is not None:
             by_query = (self.batch, self.groups, n_queries, self.ratio, n_keys)
             scores = scores.view(by_query).masked_fill(hidden, float("-inf")).view(scores.shape)
@@ -288,7 +285,7 @@ class ScoreTiles:
 
     def sinks(self, start: int, end: int) -> Tensor:
         """(B·G, q·R): the sink of each row of queries ``start`` to ``end``, or -inf without any."""
-        sinks = self.mask_and_bias.sinks
+        sinks = self.given.sinks
         if sinks is None:
             return self.q.new_full((len(self.q), (end - start) * self.ratio), float("-inf"))
         return self.of_heads(sinks, end - start)

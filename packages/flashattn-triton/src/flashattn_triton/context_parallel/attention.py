@@ -16,9 +16,9 @@ from torch import Tensor
 from flashattn_triton import attention
 from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import lost_ranks_named
-from flashattn_triton.context_parallel.operator import context_forward, order_of_rank, setting_of
+from flashattn_triton.context_parallel.operator import context_forward, setting_of
 from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
-from flashattn_triton.context_parallel.tokens import Group, ranks_of, starts_of
+from flashattn_triton.context_parallel.tokens import Group, order_of_rank, ranks_of
 from flashattn_triton.context_parallel.transfers import in_words
 from flashattn_triton.inputs import check_dense, check_tensors, refuse_unknown
 from flashattn_triton.mask_and_bias import check_sinks
@@ -135,7 +135,7 @@ def explain(
     if ranks is None:
         return "no other rank: one call of flash_attention"
     (_, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
-    order = order_of_rank(ranks, len(k), rows, None if starts is None else starts_of(starts))
+    order = order_of_rank("query", len(k), ranks, starts, rows)
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
     choice = choose(order, band, heads, width, k.element_size())
     if choice.way == "ring":

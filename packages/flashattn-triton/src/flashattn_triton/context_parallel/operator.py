@@ -22,8 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashattn_triton.context_parallel import schedules
 from flashattn_triton.context_parallel.communication import agree
 from flashattn_triton.context_parallel.schedules import Results, Setting, choose
-from flashattn_triton.context_parallel.tokens import check_own_tokens, order_of, starts_of, zigzag
-from flashattn_triton.context_parallel.zigzag import Zigzag
+from flashattn_triton.context_parallel.tokens import order_of_rank, starts_of, zigzag
 from flashattn_triton.op import NUMBERS
 from flashattn_triton.problem import Problem, heads_first
 from flashattn_triton.tiled import sinks_gradient
@@ -112,25 +111,11 @@ def setting_of(
         ("sinks", str(sinks is not None)),
     )
     agree(ranks, facts, starts, query.device)
-    order = order_of_rank(ranks, n, rows, starts)
+    order = order_of_rank("query", n, ranks, starts, rows)
     if way == "auto":
         width = key.shape[2] + value.shape[2]
         way = choose(order, problem.band, key.shape[1], width, key.element_size()).way
     return way, Setting(ranks, order, problem, sinks, communication)
-
-
-def order_of_rank(
-    ranks: dist.ProcessGroup, n: int, rows: int, starts: tuple[int, ...] | None
-) -> Zigzag:
-    """The order of ``starts``, or of ``rows`` sequences of which each rank has ``n`` tokens in all.
-
-    Raises:
-        ValueError: these are not the tokens of a rank.
-    """
-    length = n // rows * ranks.size() if starts is None else starts[-1]
-    order = order_of(ranks, length, starts, rows)
-    check_own_tokens("query", n, order, ranks.rank())
-    return order
 
 
 @context_forward.register_fake

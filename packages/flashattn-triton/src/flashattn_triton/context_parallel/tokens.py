@@ -65,10 +65,8 @@ def starts_of(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-@functools.lru_cache(maxsize=16)
-def zigzag(world_size: int, starts: tuple[int, ...]) -> Zigzag:
-    """The order of packed sequences over some ranks, which remembers its calls."""
-    return Zigzag(world_size, starts)
+# Orders remember their calls.
+zigzag = functools.lru_cache(maxsize=16)(Zigzag)
 
 
 def order_of(
@@ -97,14 +95,24 @@ def order_of(
     return zigzag(group.size(), tuple(i * length for i in range(rows + 1)))
 
 
-def check_own_tokens(name: str, n: int, order: Zigzag, rank: int) -> None:
-    """Raises ``ValueError`` unless ``n`` is the number of tokens of ``rank``."""
+def order_of_rank(
+    name: str, n: int, group: dist.ProcessGroup, cu_seqlens: Tensor | Sequence[int] | None,
+    rows: int = 1,
+) -> Zigzag:  # fmt: skip
+    """:func:`order_of` sequences of which this rank has ``n`` tokens in all, those of ``name``.
+
+    Raises:
+        ValueError: these are not the tokens of the rank.
+    """
+    length = n // rows * group.size() if cu_seqlens is None else starts_of(cu_seqlens)[-1]
+    order, rank = order_of(group, length, cu_seqlens, rows), group.rank()
     expected = order.length(rank)
     if n != expected:
         raise ValueError(
             f"{name} must have the {expected} tokens of rank {rank}, but got {n}. Pass what "
             f"shard_tokens returns with the same cu_seqlens, or its like."
         )
+    return order
 
 
 def shard_tokens(
@@ -202,7 +210,5 @@ def unshard_tokens(
             "x must not require a gradient, which unshard_tokens does not compute, but it does. "
             "Compute the loss from this rank's tokens, or pass x.detach()."
         )
-    length = x.shape[dim] * ranks.size() if cu_seqlens is None else starts_of(cu_seqlens)[-1]
-    order = order_of(ranks, length, cu_seqlens)
-    check_own_tokens("x", x.shape[dim], order, ranks.rank())
+    order = order_of_rank("x", x.shape[dim], ranks, cu_seqlens)
     return gather(ranks, order, x.movedim(dim, 0)).wait().movedim(0, dim)

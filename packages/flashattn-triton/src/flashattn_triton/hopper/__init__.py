@@ -5,6 +5,6 @@
 heads up to 192 and 256 wide, ``backward_common`` what those three share, and ``preprocess`` the
 small kernels that run before and after a backward kernel. ``forward`` and ``backward`` build their
 arguments, and ``configs`` holds tile shapes. Of what kernels call, ``schedule`` says which tiles
-they compute, ``products`` and ``backward_products`` start matrix products, and ``scores`` works on
-scores in registers. ``support`` holds lines of PTX, and ``launch`` compiles and starts kernels.
+they compute, ``products`` starts matrix products, and ``scores`` works on scores in registers.
+``support`` holds lines of PTX, and ``launch`` compiles and starts kernels.
 """

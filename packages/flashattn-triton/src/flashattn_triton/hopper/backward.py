@@ -11,33 +11,34 @@ from torch import Tensor
 
 from flashattn_triton.hopper import forward
 from flashattn_triton.hopper.backward_256 import backward_256_kernel
-from flashattn_triton.hopper.backward_common import BackwardOptions
+from flashattn_triton.hopper.backward_common import OWN, STATISTICS, BackwardOptions
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
-from flashattn_triton.hopper.backward_products import OWN, STATISTICS
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
-from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, without_offset
+from flashattn_triton.hopper.launch import (
+    PackedTiles,
+    edges,
+    hopper_launch,
+    tile_map,
+    without_offset,
+)
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
     BackwardTensors,
     Layout,
-    Packing,
     Strides,
     allocator,
-    contiguous_strides,
     current_device,
     in_layout,
     planned_output,
     stride_numbers,
     tma_refusal,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
 
-LOG2_E = 1.4426950408889634
 # Up to so many bytes, a GPU writes a whole tensor in less time than a view of it takes the host.
 _SMALL_COPY = 2**20
 # By the width of tiles of Q and K: the kernel, and their columns in one load.
@@ -73,8 +74,8 @@ def copied_part(x: Tensor, *, may_repeat: bool, viewed: bool) -> tuple[Part | No
     if tma_refusal("", torch.Size(own), strides, x.data_ptr() % 16, itemsize=2) is None:
         return None, strides
     if not viewed and (own == shape or x.numel() * x.element_size() <= _SMALL_COPY):
-        return (), contiguous_strides(shape)
-    copy = contiguous_strides(own)
+        return (), torch.empty(shape, device="meta").stride()
+    copy = torch.empty(own, device="meta").stride()
     return (own, strides), tuple(
         [0 if n < whole else stride for n, whole, stride in zip(own, shape, copy, strict=True)]
     )
@@ -101,13 +102,13 @@ class HopperBackwardCall:
         self,
         tensors: BackwardTensors,
         problem: Problem,
-        packing: Packing | None = None,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
         device, dtype = query.device, query.dtype
         shapes = (query.shape, key.shape, value.shape)
-        packed = packing is not None
+        packed = given.packed
         viewed = problem.layout != "bhsd"
         read = (query, key, value, out, grad_out)
         copies = [copied_part(x, may_repeat=i == 4, viewed=viewed) for i, x in enumerate(read)]
@@ -115,7 +116,7 @@ class HopperBackwardCall:
         copied = [part for part, _ in copies]
         self.copied = None if all(part is None for part in copied) else copied
         dl_stride = (0, 0, 0) if grad_logsumexp is None else grad_logsumexp.stride()
-        problem = without_offset(problem, packing)
+        problem = without_offset(problem, given)
         (batch, heads, n_queries, head_dim), (_, kv_heads, n_keys, _), (*_, value_dim) = shapes
         q_stride, k_stride, v_stride, o_stride, do_stride = (stride for _, stride in copies)
         dq, dk, dv = (planned_output(x, x.shape[3]) for x in (query, key, value))
@@ -125,12 +126,12 @@ class HopperBackwardCall:
         config = backward_config((head_dim, value_dim), problem)
         queries, keys = config.queries, config.keys
         self.tiles: PackedTiles | None = None
-        if packing is None:
+        if not packed:
             rows = -(-n_queries // queries) * queries * batch * heads
             programs = (rows // ROWS, -(-n_keys // keys) * batch * kv_heads)
         else:
             self.tiles = PackedTiles(
-                packing, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
+                given, (n_queries, n_keys), (queries, keys), heads=heads, of_keys=True
             )
             rows = self.tiles.most[0] * queries * heads
             programs = (rows // ROWS, self.tiles.most[1] * kv_heads)
@@ -232,7 +233,7 @@ class HopperBackwardCall:
                 "offset": offset,
                 "band": band,
                 "scale": problem.scale,
-                "scale_log2": (problem.scale if softcap is None else softcap) * LOG2_E,
+                "scale_log2": (problem.scale if softcap is None else softcap) * forward.LOG2_E,
                 "tanh_scale": None if softcap is None else problem.scale / softcap,
                 **of_sums,
             },
@@ -261,17 +262,16 @@ class HopperBackwardCall:
     def __call__(
         self,
         tensors: BackwardTensors,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs of these strides and alignments, added to ``into`` if given.
 
-        Nothing is needed of ``mask_and_bias``, in which there are sinks at most.
+        Of ``given``, only the starts of sequences are needed: the logsumexp includes sinks.
         """
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(tensors, packing, mask_and_bias, into)
+                return self(tensors, given, into)
         query, key, value, out, logsumexp, grad_out, grad_logsumexp = tensors
         if self.copied is not None:
             query, key, value, out, grad_out = [
@@ -305,8 +305,8 @@ class HopperBackwardCall:
         if self.order_counters:
             counters = query.new_zeros(self.order_counters, dtype=torch.int32)
             addresses["order_counters_ptr"] = counters.data_ptr()
-        if packing is not None and self.tiles is not None:
-            table = self.tiles(packing)
+        if self.tiles is not None:
+            table = self.tiles(given)
             addresses["tiles_ptr"] = table.data_ptr()
             addresses["key_tiles_ptr"] = table.data_ptr() + self.tiles.key_table
         self.preprocess(addresses)

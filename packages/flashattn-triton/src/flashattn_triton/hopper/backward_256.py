@@ -44,10 +44,10 @@ from flashattn_triton.hopper.backward_common import (
     load_keys,
     load_output_gradient,
     load_queries,
+    subtract,
     work_of_program,
     wrapped,
 )
-from flashattn_triton.hopper.backward_products import subtract
 from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import WARPS, allow_addition, next_query_tile, store_tile
 from flashattn_triton.hopper.scores import probabilities, tanh
@@ -198,70 +198,6 @@ def _write(p, ds, p_smem, ds_tile, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _step(
-    barriers,
-    buffers,
-    p_smem,
-    ds_smem,
-    dq_pointer,  # where this step's tile of the sum of dQ begins
-    previous_dq_pointer,  # where the previous step's begins; in step 0 the same
-    step,
-    steps,  # in all
-    diagonal,  # of the next tile
-    limits,
-    scales,
-    dk,  # (TILE, COLUMNS) fp32, without the scale
-    dv,
-    dq,  # (TILE, PART) fp32, the second part of the previous step's dQ
-    CONSUMER: gl.constexpr,
-    OPTIONS: gl.constexpr,
-):
-    """dV, dK and dQ of the tile whose P and dS are in shared memory, and P and dS of the next.
-
-    Returns dK, dV and the second part of dQ, which the next step adds.
-    """
-    _, q_full, do_full, may_add = barriers
-    k_smem, _, q_smem, do_smem, statistics_smem = buffers
-    HAS_SOFTCAP: gl.constexpr = scales[2] is not None
-    slot = step % STAGES
-    next_slot = (step + 1) % STAGES
-    next_phase = ((step + 1) // STAGES) & 1
-    # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
-    # in registers, of which there are too few.
-    opaque_zero = step >> 30
-    zeros = zero_accumulator(TILE, PART)
-    ds_tile = ds_smem.index(step % DS_BUFFERS)
-    next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
-    mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
-    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
-    # In the last step there is no next tile: the operands are old, and nobody uses the result.
-    s, dp = _start_scores(buffers, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
-    do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
-    q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
-    dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
-    dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
-    _add_dq(previous_dq_pointer, dq, True, CONSUMER)
-    if OPTIONS.ordered:
-        named_barrier_arrive_at(ADDED + slot, EVERYBODY)
-    dq = _start_dq(ds_tile, k_smem, opaque_zero, dq, False, CONSUMER)
-    s, dp, dk, dv = warpgroup_mma_wait(1, deps=(s, dp, dk, dv))
-    named_barrier_arrive(READ + CONSUMER, CONSUMERS)
-    named_barrier_arrive_at(EMPTY + slot, EVERYBODY)
-    p, ds = _probabilities(
-        s, dp, statistics_smem, next_slot, diagonal, limits, scales, CONSUMER, q_smem.dtype, OPTIONS
-    )
-    _write(p, ds, p_smem, next_ds_tile, CONSUMER)
-    second = _start_dq(ds_tile, k_smem, opaque_zero, zeros, True, CONSUMER)
-    dq = warpgroup_mma_wait(1, deps=(dq,))
-    if OPTIONS.ordered:
-        mbarrier.wait(may_add.index(0), step & 1)
-    _add_dq(dq_pointer, dq, False, CONSUMER)
-    second = warpgroup_mma_wait(0, deps=(second,))
-    named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
-    return dk, dv, second
-
-
-@gluon.jit
 def _consumer(
     stores,
     barriers,
@@ -276,8 +212,8 @@ def _consumer(
 ):
     """Half of the columns of dK, dV and each tile of dQ."""
     dk_out, dv_out = stores
-    kv_full, q_full, do_full, _ = barriers
-    k_smem, v_smem, q_smem, _, statistics_smem = buffers
+    kv_full, q_full, do_full, may_add = barriers
+    k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     HAS_SOFTCAP: gl.constexpr = scales[2] is not None
     own, walked, tiles = work_of_program(work, TILE, TILE, OPTIONS)
     first_key, kv_head, n_keys, offset, _, k_at = own
@@ -300,18 +236,51 @@ def _consumer(
     named_barrier_arrive(READ + CONSUMER, CONSUMERS)
     _write(p, ds, p_smem, ds_smem.index(0), CONSUMER)
     named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
-    dk = zero_accumulator(TILE, COLUMNS)
+    dk = zero_accumulator(TILE, COLUMNS)  # without the scale
     dv = zero_accumulator(TILE, COLUMNS)
-    dq = zero_accumulator(TILE, PART)
+    dq = zero_accumulator(TILE, PART)  # the second part of the previous step's
     previous_dq_pointer = dq_group + gl.cast(first, gl.int64) * (TILE * WIDTH)
     for step in range(steps):
+        # dV, dK and dQ of the tile whose P and dS are in shared memory, and P and dS of the next.
         tile = (step // per_head) * n_tiles + wrapped(first + step % per_head, n_tiles)
         dq_pointer = dq_group + gl.cast(tile, gl.int64) * (TILE * WIDTH)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
-        dk, dv, dq = _step(
-            barriers, buffers, p_smem, ds_smem, dq_pointer, previous_dq_pointer, step, steps,
-            next_diagonal, limits, scales, dk, dv, dq, CONSUMER, OPTIONS,
+        slot = step % STAGES
+        next_slot = (step + 1) % STAGES
+        next_phase = ((step + 1) // STAGES) & 1
+        # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K
+        # and V in registers, of which there are too few.
+        opaque_zero = step >> 30
+        zeros = zero_accumulator(TILE, PART)
+        ds_tile = ds_smem.index(step % DS_BUFFERS)
+        next_ds_tile = ds_smem.index((step + 1) % DS_BUFFERS)
+        mbarrier.wait(q_full.index(next_slot), next_phase, pred=step + 1 < steps)
+        mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+        # In the last step there is no next tile: operands are old, and nobody uses the result.
+        next_s, next_dp = _start_scores(buffers, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP)
+        do_columns = do_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+        q_columns = q_smem.index(slot).slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+        dv = warpgroup_mma(p_smem.index(0), do_columns, dv, is_async=True)
+        dk = warpgroup_mma(ds_tile, q_columns, dk, is_async=True)
+        _add_dq(previous_dq_pointer, dq, True, CONSUMER)
+        if OPTIONS.ordered:
+            named_barrier_arrive_at(ADDED + slot, EVERYBODY)
+        dq = _start_dq(ds_tile, k_smem, opaque_zero, dq, False, CONSUMER)
+        next_s, next_dp, dk, dv = warpgroup_mma_wait(1, deps=(next_s, next_dp, dk, dv))
+        named_barrier_arrive(READ + CONSUMER, CONSUMERS)
+        named_barrier_arrive_at(EMPTY + slot, EVERYBODY)
+        next_p, next_ds = _probabilities(
+            next_s, next_dp, statistics_smem, next_slot, next_diagonal, limits, scales, CONSUMER,
+            q_smem.dtype, OPTIONS,
         )  # fmt: skip
+        _write(next_p, next_ds, p_smem, next_ds_tile, CONSUMER)
+        second = _start_dq(ds_tile, k_smem, opaque_zero, zeros, True, CONSUMER)
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if OPTIONS.ordered:
+            mbarrier.wait(may_add.index(0), step & 1)
+        _add_dq(dq_pointer, dq, False, CONSUMER)
+        dq = warpgroup_mma_wait(0, deps=(second,))
+        named_barrier_sync(WRITTEN + 1 - CONSUMER, CONSUMERS)
         previous_dq_pointer = dq_pointer
     _add_dq(previous_dq_pointer, dq, True, CONSUMER)
     if OPTIONS.ordered:

@@ -57,6 +57,7 @@ from flashattn_triton.hopper.backward_common import (
     DO_EMPTY,
     DS_BUFFERS,
     EVERYBODY,
+    OWN,
     Q_EMPTY,
     STAGES,
     UNSPECIALIZED,
@@ -67,16 +68,13 @@ from flashattn_triton.hopper.backward_common import (
     has_part,
     has_work,
     producer,
-    steps_of_head,
-    work_of_program,
-    wrapped,
-)
-from flashattn_triton.hopper.backward_products import (
-    OWN,
     soft_cap,
     start_dp,
     start_dq,
     start_scores,
+    steps_of_head,
+    work_of_program,
+    wrapped,
 )
 from flashattn_triton.hopper.products import (
     FIRST,

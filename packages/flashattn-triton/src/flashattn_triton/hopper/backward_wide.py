@@ -36,6 +36,7 @@ from flashattn_triton.hopper.backward_common import (
     DO_EMPTY,
     DS_BUFFERS,
     EVERYBODY,
+    OWN,
     Q_EMPTY,
     STAGES,
     UNSPECIALIZED,
@@ -46,12 +47,14 @@ from flashattn_triton.hopper.backward_common import (
     has_part,
     has_work,
     producer,
+    soft_cap,
+    start_dp,
     steps_of_head,
+    subtract,
     work_of_program,
     wrapped,
 )
 from flashattn_triton.hopper.backward_kernel import KEYS
-from flashattn_triton.hopper.backward_products import OWN, soft_cap, start_dp, subtract
 from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import key_tile_of_program, store_tile
 from flashattn_triton.hopper.scores import probabilities

@@ -165,24 +165,3 @@ def backward_config(head_dims: tuple[int, int], problem: Problem) -> BackwardCon
     if left is not None:
         return BACKWARD_WINDOW[width]
     return BACKWARD[width, right is not None]
-
-
-def describe_forward(
-    head_dims: tuple[int, int], n_queries: int, problem: Problem, n_rows: int
-) -> str:
-    """The forward kernel's shape in words."""
-    config = forward_config(head_dims, n_queries, problem, n_rows)
-    return (
-        f"forward: {config.queries} queries x {config.keys} keys, {config.consumers} consumers "
-        f"of 4 warps, {config.stages} stages"
-    )
-
-
-def describe_backward(head_dims: tuple[int, int], problem: Problem) -> str:
-    """The backward kernel's shape in words."""
-    config = backward_config(head_dims, problem)
-    order = " in a fixed order" if problem.deterministic else ""
-    return (
-        f"backward, fused (dQ by fp32 addition{order}): {config.queries} queries x {config.keys} "
-        f"keys, 2 consumers of 4 warps, 2 stages"
-    )

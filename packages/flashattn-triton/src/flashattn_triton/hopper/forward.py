@@ -16,10 +16,14 @@ from flashattn_triton.hopper.configs import (
     forward_widths,
 )
 from flashattn_triton.hopper.forward_kernel import ROWS, ForwardOptions, hopper_forward_kernel
-from flashattn_triton.hopper.launch import edges, hopper_launch, tile_map
-from flashattn_triton.hopper.packed import PackedTiles, without_offset
+from flashattn_triton.hopper.launch import (
+    PackedTiles,
+    edges,
+    hopper_launch,
+    tile_map,
+    without_offset,
+)
 from flashattn_triton.launch import (
-    Packing,
     allocator,
     current_device,
     empty_row_statistic,
@@ -27,7 +31,7 @@ from flashattn_triton.launch import (
     planned_output,
     stride_numbers,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
 
@@ -38,8 +42,8 @@ class HopperForwardCall:
     """The forward kernel on one kind of input: what its launch needs, found out once.
 
     It is planned for views (B, H, N_q, D), (B, G, N_k, D) and (B, G, N_k, E), which ``eligibility``
-    has not refused, of a packed batch with B = 1; D and E are multiples of 8 up to 256. ``sinks``:
-    (H,), contiguous. It takes tensors as callers have them.
+    has not refused, of a packed batch with B = 1; D and E are multiples of 8 up to 256. It takes
+    tensors as callers have them; of ``given`` there are sinks and the starts of sequences at most.
     """
 
     def __init__(
@@ -48,13 +52,11 @@ class HopperForwardCall:
         key: Tensor,
         value: Tensor,
         problem: Problem,
-        packing: Packing | None = None,
-        sinks: Tensor | None = None,
+        given: Given = NOTHING,
     ) -> None:
         device, dtype, fp32 = query.device, query.dtype, torch.float32
-        equal = packing is not None and packing.has_equal_lengths
-        packed = packing is not None
-        problem = without_offset(problem, packing)
+        equal, packed, sinks = given.has_equal_lengths, given.packed, given.sinks
+        problem = without_offset(problem, given)
         (batch, heads, n_queries, _), (_, kv_heads, n_keys, _) = query.shape, key.shape
         head_dims = (query.shape[3], value.shape[3])
         in_fp32 = problem.out_dtype is fp32
@@ -65,9 +67,9 @@ class HopperForwardCall:
         # Of packed sequences the kernel itself adds the difference of lengths.
         offset, width = edges(0, 0, problem) if packed else edges(n_queries, n_keys, problem)
         sequences, longest = batch, n_queries
-        if packing is not None:
-            sequences, longest = packing.sequences, packing.max_seqlen_q
-        alike = packing is None or (equal and n_queries == sequences * longest)
+        if packed:
+            sequences, longest = given.sequences, problem.longest[0]
+        alike = not packed or (equal and n_queries == sequences * longest)
         config = forward_config(head_dims, longest, problem, batch * heads * n_queries)
         programs = multiprocessors(device)
         tiles_of_head = max(1, -(-longest // config.queries))
@@ -83,9 +85,9 @@ class HopperForwardCall:
                 all_heads, seen, config.keys, programs, head_cost, heads if packed else None
             )
         self.tiles: PackedTiles | None = None
-        if packing is not None:
+        if packed:
             self.tiles = PackedTiles(
-                packing, (n_queries, n_keys), (config.queries, config.keys),
+                given, (n_queries, n_keys), (config.queries, config.keys),
                 heads=heads, group=group * tiles_of_head if alike else config.rounds * programs,
             )  # fmt: skip
             n_tiles = self.tiles.most[0] * heads
@@ -139,15 +141,12 @@ class HopperForwardCall:
         self.logsumexp = in_layout(lse, problem.layout)
 
     def __call__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        self, tensors: tuple[Tensor, Tensor, Tensor], given: Given = NOTHING
     ) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp; of ``mask_and_bias`` there are sinks at most."""
+        """Output and logsumexp."""
         if self.device != current_device():
             with torch.cuda.device(self.device):
-                return self(tensors, packing, mask_and_bias)
+                return self(tensors, given)
         query, key, value = tensors
         out, logsumexp = self.allocate(*self.out), self.allocate(*self.logsumexp)
         addresses = {
@@ -157,12 +156,11 @@ class HopperForwardCall:
             "o_out": out.data_ptr(),
             "L_ptr": logsumexp.data_ptr(),
         }
-        if packing is not None and self.tiles is not None:
-            table = self.tiles(packing)
+        if self.tiles is not None:
+            table = self.tiles(given)
             addresses["tiles_ptr"] = table.data_ptr()
-        sinks = mask_and_bias.sinks
-        if sinks is not None:
-            addresses["sinks_ptr"] = sinks.data_ptr()
+        if given.sinks is not None:
+            addresses["sinks_ptr"] = given.sinks.data_ptr()
         self.launch(addresses)
         return out, logsumexp
 

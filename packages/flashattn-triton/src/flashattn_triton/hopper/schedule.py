@@ -214,48 +214,6 @@ def tile_index(round_index):
 
 
 @gluon.jit
-def _tile_of_sequence(index, work, ROWS_PER_TILE: gl.constexpr, BOTTOM_RIGHT: gl.constexpr):
-    """:func:`tile_at` of a packed batch: sequence after sequence, each in groups of heads."""
-    sizes, band, tiles_ptr = work
-    _N_TILES, _N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = sizes
-    _N_KEYS, offset, width = band
-    first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
-        tiles_ptr, index // N_HEADS
-    )
-    index -= first_tile * N_HEADS
-    n_tiles = max(gl.cdiv(n_queries, ROWS_PER_TILE), 1)
-    group = index // (n_tiles * group_size)
-    index -= group * n_tiles * group_size
-    in_group = min(group_size, N_HEADS - group * group_size)
-    head = group * group_size + index % in_group
-    tile = index // in_group
-    tile = gl.where((groups_after - group) % 2 == 0, n_tiles - 1 - tile, tile)
-    q_at = (end_q, END - n_queries)
-    k_at = (end_k, END - n_keys)
-    if BOTTOM_RIGHT:
-        offset = offset + n_keys - n_queries
-    return tile * ROWS_PER_TILE, head, n_queries, (n_keys, offset, width), q_at, k_at
-
-
-@gluon.jit
-def _tile_of_batch(index, work, ROWS_PER_TILE: gl.constexpr):
-    """:func:`tile_at` of a dense batch: groups of heads of all batch elements."""
-    sizes, band, _ = work
-    N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, GROUP = sizes
-    n_tiles = gl.cdiv(N_QUERIES, ROWS_PER_TILE)
-    n_heads = N_TILES // n_tiles  # of all batch elements
-    group = index // (n_tiles * GROUP)
-    index -= group * n_tiles * GROUP
-    in_group = min(GROUP, n_heads - group * GROUP)
-    head = group * GROUP + index % in_group
-    tile = index // in_group
-    falls = (gl.cdiv(n_heads, GROUP) - 1 - group) % 2 == 0
-    tile = gl.where(falls, n_tiles - 1 - tile, tile)
-    first_row, batch = tile * ROWS_PER_TILE, head // N_HEADS
-    return first_row, head % N_HEADS, N_QUERIES, band, (batch, 0), (batch, 0)
-
-
-@gluon.jit
 def tile_at(index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of queries: (first row, head, rows, band, ``at`` of the rows, ``at`` of the keys).
 
@@ -266,11 +224,38 @@ def tile_at(index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
     they end as the next one begins.
     """
-    if OPTIONS.packed:
-        found = _tile_of_sequence(index, work, ROWS_PER_TILE, OPTIONS.bottom_right)
-    else:
-        found = _tile_of_batch(index, work, ROWS_PER_TILE)
-    return found
+    (N_TILES, n_queries, N_HEADS, _HEADS_PER_KV, GROUP), band, tiles_ptr = work
+    if OPTIONS.packed:  # sequence after sequence, each in groups of heads
+        _N_KEYS, offset, width = band
+        first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
+            tiles_ptr, index // N_HEADS
+        )
+        index -= first_tile * N_HEADS
+        n_tiles = max(gl.cdiv(n_queries, ROWS_PER_TILE), 1)
+        group = index // (n_tiles * group_size)
+        index -= group * n_tiles * group_size
+        in_group = min(group_size, N_HEADS - group * group_size)
+        head = group * group_size + index % in_group
+        tile = index // in_group
+        tile = gl.where((groups_after - group) % 2 == 0, n_tiles - 1 - tile, tile)
+        q_at, k_at = (end_q, END - n_queries), (end_k, END - n_keys)
+        if OPTIONS.bottom_right:
+            offset = offset + n_keys - n_queries
+        first_row, band = tile * ROWS_PER_TILE, (n_keys, offset, width)
+    else:  # groups of heads of all batch elements
+        n_tiles = gl.cdiv(n_queries, ROWS_PER_TILE)
+        n_heads = N_TILES // n_tiles
+        group = index // (n_tiles * GROUP)
+        index -= group * n_tiles * GROUP
+        in_group = min(GROUP, n_heads - group * GROUP)
+        head = group * GROUP + index % in_group
+        tile = index // in_group
+        falls = (gl.cdiv(n_heads, GROUP) - 1 - group) % 2 == 0
+        tile = gl.where(falls, n_tiles - 1 - tile, tile)
+        first_row, batch = tile * ROWS_PER_TILE, head // N_HEADS
+        head = head % N_HEADS
+        q_at, k_at = (batch, 0), (batch, 0)
+    return first_row, head, n_queries, band, q_at, k_at
 
 
 @gluon.jit

@@ -31,13 +31,12 @@ from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import (
     BackwardTensors,
     Launch,
-    Packing,
     given_addresses,
     in_layout,
     padded,
     planned_output,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
@@ -59,8 +58,7 @@ class BackwardCall:
         tensors: BackwardTensors,
         problem: Problem,
         tiling: Tiling,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
@@ -79,8 +77,7 @@ class BackwardCall:
             key=key,
             value=value,
             problem=problem,
-            mask_and_bias=mask_and_bias,
-            packing=packing,
+            given=given,
             grad_out=grad_out,
             results={"dq": dq, "dk": dk, "dv": dv},
             n_padded=n_padded,
@@ -106,8 +103,7 @@ class BackwardCall:
     def __call__(
         self,
         tensors: BackwardTensors,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
         into: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK and dV of inputs whose last stride is 1, added to ``into`` if that is given."""
@@ -122,7 +118,7 @@ class BackwardCall:
             "dQ_ptr": (dq if dq_sum is None else dq_sum).data_ptr(),
             "dK_ptr": dk.data_ptr(),
             "dV_ptr": dv.data_ptr(),
-            **given_addresses(packing, mask_and_bias),
+            **given_addresses(given),
         }
         self.preprocess(addresses)
         self.key_pass(addresses)

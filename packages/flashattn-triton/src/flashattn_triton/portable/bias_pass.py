@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiling
 from flashattn_triton.launch import BackwardTensors, given_addresses, padded
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
 from flashattn_triton.primitives import (
@@ -47,13 +47,12 @@ def _product_by_columns(
 ):  # fmt: skip
     """``a @ bᵀ`` of two tiles in memory, by columns: wide tiles do not fit the registers."""
     COLUMNS: tl.constexpr = OPTIONS.columns
-    PRECISION: tl.constexpr = OPTIONS.precision
     columns = tl.arange(0, COLUMNS)
     product = tl.zeros([a_rows.shape[0], b_rows.shape[0]], tl.float32)
     for _ in range(0, WIDTH_PADDED, COLUMNS):
         a = load_rows(a_tile, a_rows, columns, stride_a, n_a_rows, WIDTH, True)
         b = load_rows(b_tile, b_rows, columns, stride_b, n_b_rows, WIDTH, True)
-        product = dot(a, tl.trans(b), product, PRECISION, OPTIONS.interpreted)
+        product = dot(a, tl.trans(b), product, OPTIONS)
         columns += COLUMNS
     return product
 
@@ -67,19 +66,13 @@ def _tile_at(tensor, batch, head, first):
 
 @triton.jit
 def _gradient_of_scores(
-    q,  # pointers, or descriptors, with the strides of batch, head and row
-    k,
-    v,
-    do,
-    statistics_ptr,
-    slopes_ptr,
-    bias,  # a pointer, its four strides, and the mask's pointer
+    operands,  # Q, K, V and dO: pointers, or descriptors, with the strides of batch, head and row
+    others,  # pointers to statistics, slopes, the bias, with its four strides, and the mask
+    sizes,  # queries that have statistics, heads of queries, and of queries for each of keys
     batch,
     head,
     query_start,
     key_start,
-    n_padded,
-    heads,  # of queries, and of queries for each of keys
     mask,
     factors,
     D: tl.constexpr,
@@ -90,9 +83,9 @@ def _gradient_of_scores(
 ):
     """dS of one tile of one head of one batch element, behind the soft-cap."""
     _, n_queries, n_keys, _, _, _ = mask
-    n_heads, heads_per_kv = heads
-    bias_ptr, bias_strides, mask_ptr = bias
-    PRECISION: tl.constexpr = OPTIONS.precision
+    q, k, v, do = operands
+    statistics_ptr, slopes_ptr, bias_ptr, bias_strides, mask_ptr = others
+    n_padded, n_heads, heads_per_kv = sizes
     b, h = batch.to(tl.int64), head.to(tl.int64)
     kv_h = h // heads_per_kv
     first, first_key = query_start.to(tl.int64), key_start.to(tl.int64)
@@ -111,8 +104,8 @@ def _gradient_of_scores(
         k_tile = tma_load(k[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.d_padded)
         v_tile = tma_load(v[0], batch, kv_head, key_start, K_TILE_SIZE, OPTIONS.e_padded)
         do_tile = tma_load(do[0], batch, head, query_start, Q_TILE_SIZE, OPTIONS.e_padded)
-        s = dot(q_tile, tl.trans(k_tile), None, PRECISION, OPTIONS.interpreted)
-        dp = dot(do_tile, tl.trans(v_tile), None, PRECISION, OPTIONS.interpreted)
+        s = dot(q_tile, tl.trans(k_tile), None, OPTIONS)
+        dp = dot(do_tile, tl.trans(v_tile), None, OPTIONS)
     else:
         n_rows, n_key_rows = n_queries - query_start, n_keys - key_start
         q_tile, stride_qq = _tile_at(q, b, h, first)
@@ -203,23 +196,23 @@ def bias_pass_kernel(
         query_end = tl.minimum(own_query + Q_TILE_SIZE, N_QUERIES)
     if not OPTIONS.shared_by_keys:
         key_end = tl.minimum(own_key + K_TILE_SIZE, N_KEYS)
-    q = (Q_ptr, stride_qb, stride_qh, stride_qq)
-    k = (K_ptr, stride_kb, stride_kh, stride_kk)
-    v = (V_ptr, stride_vb, stride_vh, stride_vk)
-    do = (dO_ptr, stride_dob, stride_doh, stride_doq)
-    bias = (bias_ptr, (stride_bb, stride_bh, stride_bq, stride_bk), mask_ptr)
+    operands = (
+        (Q_ptr, stride_qb, stride_qh, stride_qq), (K_ptr, stride_kb, stride_kh, stride_kk),
+        (V_ptr, stride_vb, stride_vh, stride_vk), (dO_ptr, stride_dob, stride_doh, stride_doq),
+    )  # fmt: skip
+    bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)
+    others = (statistics_ptr, slopes_ptr, bias_ptr, bias_strides, mask_ptr)
+    sizes, factors = (N_PADDED, N_HEADS, HEADS_PER_KV), (scale, softcap)
 
     n_shared = SHARING_BATCHES * SHARING_HEADS
     total = tl.zeros([Q_TILE_SIZE, K_TILE_SIZE], tl.float32)
     if OPTIONS.shared_by_queries or OPTIONS.shared_by_keys:
-        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
+        for shared in range(loop_bound(n_shared, OPTIONS)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
             mask = mask_of(batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             for query_start in range(
-                loop_bound(own_query, OPTIONS.interpreted),
-                loop_bound(query_end, OPTIONS.interpreted),
-                Q_TILE_SIZE,
+                loop_bound(own_query, OPTIONS), loop_bound(query_end, OPTIONS), Q_TILE_SIZE
             ):
                 query_start = query_start + 0  # a tensor under the interpreter too
                 starts, stops = key_range(
@@ -227,15 +220,12 @@ def bias_pass_kernel(
                 )
                 start, stop = tl.maximum(starts[0], own_key), tl.minimum(stops[2], key_end)
                 for key_start in range(
-                    loop_bound(start, OPTIONS.interpreted),
-                    loop_bound(stop, OPTIONS.interpreted),
-                    K_TILE_SIZE,
+                    loop_bound(start, OPTIONS), loop_bound(stop, OPTIONS), K_TILE_SIZE
                 ):
                     key_start = key_start + 0
                     total += _gradient_of_scores(
-                        q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, query_start,
-                        key_start, N_PADDED, (N_HEADS, HEADS_PER_KV), mask, (scale, softcap), D,
-                        Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
+                        operands, others, sizes, batch, head, query_start, key_start, mask,
+                        factors, D, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
                     )  # fmt: skip
     else:
         # One tile for each element that shares the bias: no other loop, so that the next element's
@@ -244,16 +234,15 @@ def bias_pass_kernel(
             mask = mask_of(0, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS)
             starts, stops = key_range(own_query, mask, Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS)
             n_shared = tl.where((own_key >= starts[0]) & (own_key < stops[2]), n_shared, 0)
-        for shared in range(loop_bound(n_shared, OPTIONS.interpreted)):
+        for shared in range(loop_bound(n_shared, OPTIONS)):
             batch = own_batch + shared // SHARING_HEADS
             head = own_head + shared % SHARING_HEADS
             own_mask = mask_of(
                 batch, N_QUERIES, N_KEYS, window_left, window_right, prefix_ptr, OPTIONS
             )
             total += _gradient_of_scores(
-                q, k, v, do, statistics_ptr, slopes_ptr, bias, batch, head, own_query, own_key,
-                N_PADDED, (N_HEADS, HEADS_PER_KV), own_mask, (scale, softcap), D, Q_TILE_SIZE,
-                K_TILE_SIZE, is_causal, OPTIONS,
+                operands, others, sizes, batch, head, own_query, own_key, own_mask, factors, D,
+                Q_TILE_SIZE, K_TILE_SIZE, is_causal, OPTIONS,
             )  # fmt: skip
 
     width = 1 if OPTIONS.shared_by_keys else N_KEYS
@@ -279,10 +268,10 @@ class BiasCall:
     """
 
     def __init__(
-        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, mask_and_bias: MaskAndBias
+        self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, given: Given
     ) -> None:
         query, key, value, out, _, grad_out, grad_logsumexp = tensors
-        bias = mask_and_bias.bias
+        bias = given.bias
         assert bias is not None
         batch, heads, n_queries, head_dim = query.shape
         n_keys, dtype = key.shape[2], query.dtype
@@ -294,7 +283,7 @@ class BiasCall:
             key=key,
             value=value,
             problem=problem,
-            mask_and_bias=mask_and_bias,
+            given=given,
             grad_out=grad_out,
             n_padded=-(-n_queries // multiple) * multiple,
         )
@@ -327,16 +316,16 @@ class BiasCall:
         self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
         self.statistics = (batch * heads, 2, inputs.n_padded)
 
-    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+    def __call__(self, tensors: BackwardTensors, given: Given) -> Tensor:
         """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""
-        bias = mask_and_bias.bias
+        bias = given.bias
         assert bias is not None
         statistics = tensors[0].new_empty(self.statistics, dtype=torch.float32)
         gradient = bias.new_empty(bias.shape)
         addresses = {
             **backward_addresses(tensors, statistics),
             "dB_ptr": gradient.data_ptr(),
-            **given_addresses(None, mask_and_bias),
+            **given_addresses(given),
         }
         self.preprocess(addresses)
         self.launch(addresses)

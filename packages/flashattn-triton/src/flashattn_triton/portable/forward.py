@@ -27,7 +27,6 @@ from torch import Tensor
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
     Layout,
-    Packing,
     can_use_tma,
     empty_row_statistic,
     given_addresses,
@@ -35,7 +34,7 @@ from flashattn_triton.launch import (
     planned_output,
     tile_view,
 )
-from flashattn_triton.mask_and_bias import NO_MASK_OR_BIAS, MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     CAUSAL_ALIBI,
@@ -57,68 +56,6 @@ from flashattn_triton.primitives import (
 )
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
-
-
-@triton.jit
-def _attend(
-    acc,  # (Q_TILE_SIZE, E_PADDED) fp32, unnormalised output
-    row_sum,  # (Q_TILE_SIZE,) fp32
-    row_max,  # (Q_TILE_SIZE,) fp32, in units of log2
-    q,  # (Q_TILE_SIZE, D_PADDED)
-    key_source,  # of load_tile, as is the next
-    value_source,
-    kv_position,
-    start,
-    stop,
-    queries,
-    first_diagonal,  # the key on the diagonal of the tile's first query
-    keys,
-    columns,
-    value_columns,
-    mask,
-    added,
-    bias_position,
-    factors,
-    D: tl.constexpr,
-    is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Folds keys ``start`` to ``stop`` into the accumulators."""
-    offset, n_keys = mask[0], mask[2]
-    bias_batch, bias_head = bias_position
-    K_TILE_SIZE: tl.constexpr = keys.shape[0]
-    INTERPRETED: tl.constexpr = OPTIONS.interpreted
-    PRECISION: tl.constexpr = OPTIONS.precision
-    for key_start in range(
-        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
-    ):
-        key_start = key_start + 0  # a tensor under the interpreter too
-        k = load_tile(key_source, kv_position, key_start, n_keys, keys, columns, D, MASKED, OPTIONS)
-        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        z, unit, _ = scores_tile(
-            s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, mask, added,
-            (bias_batch, bias_head, first_diagonal - offset), factors, is_causal, OPTIONS, MASKED,
-            MASKED, False,
-        )  # fmt: skip
-        # unit >= 0, so the maximum commutes with it, and the scale folds into one multiply-add.
-        new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
-        if not OPTIONS.largest_only:
-            shift = new_max
-            if MASKED or OPTIONS.has_bias or OPTIONS.has_mask:
-                # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            p = tl.exp2(z * unit - shift[:, None])
-            correction = tl.exp2(row_max - shift)
-            row_sum = row_sum * correction + tl.sum(p, 1)
-            acc = acc * correction[:, None]
-            v = load_tile(
-                value_source, kv_position, key_start, n_keys, keys, value_columns, OPTIONS.e,
-                MASKED, OPTIONS,
-            )  # fmt: skip
-            acc = dot(p.to(v.dtype), v, acc, PRECISION, INTERPRETED)
-        row_max = new_max
-    return acc, row_sum, row_max
 
 
 @triton.jit(
@@ -222,9 +159,9 @@ def flash_forward_kernel(
         q = (-q.to(tl.float32)).to(q.dtype)
     scale = tl.abs(scale)
 
-    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)
+    acc = tl.zeros([Q_TILE_SIZE, E_PADDED], tl.float32)  # unnormalised output
     row_sum = tl.zeros([Q_TILE_SIZE], tl.float32)
-    row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
+    row_max = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)  # in units of log2
     if OPTIONS.has_sinks:  # as if each row had seen one key, with the sink as score and value 0
         row_sum += 1.0
         row_max = row_sum * (tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E)
@@ -233,14 +170,41 @@ def flash_forward_kernel(
             row_max = tl.where(is_owned, row_max, float("-inf"))
         if OPTIONS.alibi == CAUSAL_ALIBI:
             row_max += alibi_of_rows(queries, offset, query_start + offset, added[0])
+    key_source, value_source, position = (K_ptr, stride_kk), (V_ptr, stride_vk), (batch, kv_head)
+    first_diagonal = query_start + offset  # the key on the diagonal of the tile's first query
     for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge
         if part > 0 or OPTIONS.has_left:
-            acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, q, (K_ptr, stride_kk), (V_ptr, stride_vk), (batch, kv_head),
-                starts[part], stops[part], queries, query_start + offset, keys, columns,
-                value_columns, mask, added, (bias_batch, bias_head), (scale, softcap), D, is_causal,
-                OPTIONS, part != 1,
-            )  # fmt: skip
+            for key_start in range(
+                loop_bound(starts[part], OPTIONS), loop_bound(stops[part], OPTIONS), K_TILE_SIZE
+            ):
+                key_start = key_start + 0  # a tensor under the interpreter too
+                k = load_tile(
+                    key_source, position, key_start, N_KEYS, keys, columns, D, part != 1, OPTIONS
+                )
+                s = dot(q, tl.trans(k), None, OPTIONS)  # (Q_TILE_SIZE, K_TILE_SIZE)
+                z, unit, _ = scores_tile(
+                    s, queries, key_start, keys, first_diagonal, key_start - first_diagonal, mask,
+                    added, (bias_batch, bias_head, query_start), (scale, softcap), is_causal,
+                    OPTIONS, part != 1, part != 1, False,
+                )  # fmt: skip
+                # unit >= 0, so the maximum commutes with it, and the scale folds into one
+                # multiply-add.
+                new_max = tl.maximum(row_max, tl.max(z, 1) * unit)
+                if not OPTIONS.largest_only:
+                    shift = new_max
+                    if part != 1 or OPTIONS.has_bias or OPTIONS.has_mask:
+                        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+                        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+                    p = tl.exp2(z * unit - shift[:, None])
+                    correction = tl.exp2(row_max - shift)
+                    row_sum = row_sum * correction + tl.sum(p, 1)
+                    acc = acc * correction[:, None]
+                    v = load_tile(
+                        value_source, position, key_start, N_KEYS, keys, value_columns, OPTIONS.e,
+                        part != 1, OPTIONS,
+                    )  # fmt: skip
+                    acc = dot(p.to(v.dtype), v, acc, OPTIONS)
+                row_max = new_max
 
     # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
@@ -267,8 +231,7 @@ class ForwardCall:
         value: Tensor,
         problem: Problem,
         tiles: Tiles,
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        given: Given = NOTHING,
     ) -> None:
         out = planned_output(query, value.shape[3], problem.out_dtype)
         logsumexp = empty_row_statistic(out)
@@ -277,16 +240,15 @@ class ForwardCall:
             key=key,
             value=value,
             problem=problem,
-            mask_and_bias=mask_and_bias,
-            packing=packing,
+            given=given,
             results={"o": out.stride(), "l": logsumexp.stride()},
         )
-        bias, scores = mask_and_bias.bias, (query.shape[2], key.shape[2])
+        bias, scores = given.bias, (query.shape[2], key.shape[2])
         use_tma = tiles.use_tma and inputs.readable_by_tma
         bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
         parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
         if bias is not None and bias_tma:
-            strides = [stride or 0 for stride in mask_and_bias.bias_strides]
+            strides = [stride or 0 for stride in given.bias_strides]
             full = (*query.shape[:2], *scores)
             own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
             block = [1, 1, tiles.queries, tiles.keys]
@@ -297,7 +259,7 @@ class ForwardCall:
             parameters,
             walked=("K_ptr", "V_ptr"),
             bias_tma=bias_tma,
-            has_sinks=mask_and_bias.sinks is not None,
+            has_sinks=given.sinks is not None,
             negative_scale=problem.scale < 0,
             largest_only=problem.largest_only,
         )
@@ -306,10 +268,7 @@ class ForwardCall:
         self.logsumexp = in_layout(logsumexp, problem.layout)
 
     def __call__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],
-        packing: Packing | None = None,
-        mask_and_bias: MaskAndBias = NO_MASK_OR_BIAS,
+        self, tensors: tuple[Tensor, Tensor, Tensor], given: Given = NOTHING
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of inputs whose last stride is 1."""
         query, key, value = tensors
@@ -323,7 +282,7 @@ class ForwardCall:
             "V_ptr": value.data_ptr(),
             "O_ptr": out.data_ptr(),
             "L_ptr": logsumexp.data_ptr(),
-            **given_addresses(packing, mask_and_bias),
+            **given_addresses(given),
         }
         self.launch(addresses)
         return out, logsumexp

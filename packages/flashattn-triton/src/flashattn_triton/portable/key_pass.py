@@ -71,12 +71,7 @@ def _differentiate_keys(
     """Adds what queries ``start`` to ``stop`` contribute. Scores are (keys, queries) here."""
     n_queries = mask[1]
     Q_TILE_SIZE: tl.constexpr = rows.shape[0]
-    INTERPRETED: tl.constexpr = OPTIONS.interpreted
-    PRECISION: tl.constexpr = OPTIONS.precision
-    WIDE_FP32: tl.constexpr = OPTIONS.use_tma and PRECISION == "bf16x6" and columns.shape[0] > 128
-    for query_start in range(
-        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), Q_TILE_SIZE
-    ):
+    for query_start in range(loop_bound(start, OPTIONS), loop_bound(stop, OPTIONS), Q_TILE_SIZE):
         query_start = query_start + 0  # a tensor under the interpreter too
         queries = query_start + tl.arange(0, Q_TILE_SIZE)
         q = load_tile(
@@ -96,8 +91,8 @@ def _differentiate_keys(
             delta = load_statistic(statistics + n_padded, queries, n_queries, 0.0, OPTIONS.packed)
         # The products that give S and dP are next to each other, so that the compiler issues both
         # before it waits for either. The same holds for the products added to dV and dK below.
-        s = dot(k, tl.trans(q), None, PRECISION, INTERPRETED)  # (K_TILE_SIZE, Q_TILE_SIZE)
-        dp = dot(v, tl.trans(do), None, PRECISION, INTERPRETED)
+        s = dot(k, tl.trans(q), None, OPTIONS)  # (K_TILE_SIZE, Q_TILE_SIZE)
+        dp = dot(v, tl.trans(do), None, OPTIONS)
         p, s = probabilities(
             s, logsumexp, queries, 0, keys, first_key, mask, added, factors, is_causal, OPTIONS,
             MASKED, True,
@@ -106,14 +101,14 @@ def _differentiate_keys(
         if OPTIONS.has_softcap:
             ds = ds * (1.0 - s * s)
         ds = ds.to(q.dtype)
-        if WIDE_FP32:
+        if OPTIONS.reloads:
             q = tma_reload(query_source, position, query_start, n_queries, rows, columns)
             do = tma_reload(do_source, position, query_start, n_queries, rows, value_columns)
-        dv = dot(p.to(do.dtype), do, dv, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-        dk = dot(ds, q, dk, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
+        dv = dot(p.to(do.dtype), do, dv, OPTIONS, INFINITIES=not OPTIONS.reloads)
+        dk = dot(ds, q, dk, OPTIONS, INFINITIES=not OPTIONS.reloads)
         if OPTIONS.dq_mode != NONE:
             dQ, dq_start, stride_dqq = dq_source
-            dq = dot(tl.trans(ds), k, None, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
+            dq = dot(tl.trans(ds), k, None, OPTIONS, INFINITIES=not OPTIONS.reloads)
             if OPTIONS.dq_mode == TMA_REDUCE:
                 # Rows past the end carry zeros, which may be added to whatever follows.
                 dQ.atomic_add([(dq_start + query_start).to(tl.int32), 0], dq)
@@ -247,7 +242,7 @@ def key_pass_kernel(
     dk = tl.zeros([K_TILE_SIZE, D_PADDED], tl.float32)
     dv = tl.zeros([K_TILE_SIZE, E_PADDED], tl.float32)
     bias_strides = (stride_bb, stride_bh, stride_bq, stride_bk)
-    for member in range(loop_bound(HEADS_PER_KV, OPTIONS.interpreted)):
+    for member in range(loop_bound(HEADS_PER_KV, OPTIONS)):
         head = kv_head * HEADS_PER_KV + member
         batch_head = batch * N_KV_HEADS * HEADS_PER_KV + head
         if OPTIONS.packed:  # all sequences are one row of each head
@@ -306,7 +301,7 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
         dq = tuple(stride // width for stride in inputs.results["dq"])
         inputs = replace(inputs, results={**inputs.results, "dq": dq})
     kv_heads = inputs.key.shape[1]
-    programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.packing) * kv_heads
+    programs = tiles_of_head(inputs.key.shape, tiles.keys, inputs.given) * kv_heads
     return inputs.launch(
         key_pass_kernel, tiles, parameters, programs=programs, walked=("Q_ptr", "dO_ptr"),
         dq_mode=dq_mode.value, statistics_by_tma=statistics_by_tma,

@@ -19,24 +19,23 @@ from torch import Tensor
 
 from flashattn_triton.configs import Tiles
 from flashattn_triton.launch import (
+    POINTERS,
     Launch,
     Number,
-    Packing,
     Strides,
     can_use_tma,
     dot_precision,
-    given_parameters,
-    is_wide,
     option_numbers,
     padded,
-    register_limit_of_alibi,
     stride_numbers,
     tile_view,
     tiles_of_head,
 )
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.problem import Problem
 from flashattn_triton.triton_versions import Parameter
+
+_LARGEST_TILE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,7 @@ class KernelOptions:
     precision: of products, see :func:`~flashattn_triton.launch.dot_precision`.
     interpreted: Triton's interpreter runs the kernel.
     use_tma: operands are loaded by the TMA, from descriptors. bias_tma: so is the bias.
+    reloads: wide fp32 operands are loaded once more by it, see ``primitives.tma_reload``.
     adds: gradients are added to what is in memory, in fp32.
     largest_only: the forward kernel computes each query's largest score alone.
     dq_mode: how the key pass adds its part of dQ. statistics_by_tma: it loads them from a
@@ -78,6 +78,7 @@ class KernelOptions:
     precision: str
     interpreted: bool
     use_tma: bool
+    reloads: bool
     adds: bool
     bias_tma: bool = False
     has_sinks: bool = False
@@ -95,7 +96,6 @@ class KernelInputs:
     """One kind of input of the portable kernels. Tensors are (B, H, N, D), with unit last strides.
 
     Attributes:
-        packing: where packed sequences start, else None.
         grad_out: dO, of a backward pass.
         results: strides of the output and the logsumexp, or of the gradients, by the letters that
             the kernels' parameters have.
@@ -107,8 +107,7 @@ class KernelInputs:
     key: Tensor
     value: Tensor
     problem: Problem
-    mask_and_bias: MaskAndBias
-    packing: Packing | None = None
+    given: Given = NOTHING
     grad_out: Tensor | None = None
     results: Mapping[str, Strides] = field(default_factory=dict)
     n_padded: int = 0
@@ -133,7 +132,7 @@ class KernelInputs:
         read = [self.key, self.value]
         if self.grad_out is not None:
             read += [self.query, self.grad_out]
-        return self.packing is None and all(map(can_use_tma, read))
+        return not self.given.packed and all(map(can_use_tma, read))
 
     def _options(self, kernel: Any, tiles: Tiles, **others: Any) -> KernelOptions:
         """The compile-time options of ``kernel``; ``others`` are those of this kernel alone.
@@ -141,15 +140,17 @@ class KernelInputs:
         ``tiles.use_tma`` counts only where the TMA can read the tensors.
         """
         left, right = self.problem.band
-        given, dtype = self.mask_and_bias, self.query.dtype
+        given, dtype = self.given, self.query.dtype
         has_prefix = given.prefix_lengths is not None
         one_sided = right is not None and right <= 0 and not has_prefix
-        head_dim, value_dim = self.query.shape[3], self.value.shape[3]
+        strides = self.strides.values()
+        d_padded, value_dim = padded(self.query.shape[3], dtype), self.value.shape[3]
+        precision, use_tma = dot_precision(dtype), tiles.use_tma and self.readable_by_tma
         return KernelOptions(
             e=value_dim,
-            d_padded=padded(head_dim, dtype),
+            d_padded=d_padded,
             e_padded=padded(value_dim, dtype),
-            packed=self.packing is not None,
+            packed=given.packed,
             bottom_right=self.problem.bottom_right,
             has_left=left is not None,
             has_softcap=self.problem.softcap is not None,
@@ -157,10 +158,11 @@ class KernelInputs:
             alibi=0 if given.alibi_slopes is None else 1 + one_sided,
             has_bias=given.bias is not None,
             has_mask=given.mask is not None,
-            wide=is_wide(*self.strides.values()),
-            precision=dot_precision(dtype),
+            wide=any(abs(rows) * _LARGEST_TILE >= 2**31 for _, _, rows, *_ in strides),
+            precision=precision,
             interpreted=not isinstance(kernel, triton.JITFunction),
-            use_tma=tiles.use_tma and self.readable_by_tma,
+            use_tma=use_tma,
+            reloads=use_tma and precision == "bf16x6" and d_padded > 128,
             adds=self.adds,
             **others,
         )
@@ -193,27 +195,28 @@ class KernelInputs:
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options of its own.
 
-        ``parameters``: its tensors besides inputs, ``grad_out`` and most of those of ``packing``
-        and ``mask_and_bias``. ``numbers``: its arguments that no other kernel has. ``programs``:
-        the grid; None if each program owns a tile of one head's queries. ``walked``: inputs that
-        the TMA loads if it can.
+        ``parameters``: its tensors besides inputs, ``grad_out`` and most of ``given``. ``numbers``:
+        its arguments that no other kernel has. ``programs``: the grid; None if each program owns a
+        tile of one head's queries. ``walked``: inputs that the TMA loads if it can.
         """
         known_options = self._options(kernel, tiles, **options)
         (_, heads, n_queries, head_dim), (_, kv_heads, n_keys, _) = self.query.shape, self.key.shape
         registers = None
         if programs is None:
-            programs = tiles_of_head(self.query.shape, tiles.queries, self.packing) * heads
-            if self.mask_and_bias.alibi_slopes is not None:
-                width = max(head_dim, self.value.shape[3])
-                registers = register_limit_of_alibi(tiles, self.query.dtype, width)
+            programs = tiles_of_head(self.query.shape, tiles.queries, self.given) * heads
+            # Without ALiBi a thread takes 140 to 158 registers, and three programs of 4 warps share
+            # a multiprocessor of sm_90. With it the compiler would take up to 217.
+            narrow = self.query.dtype.itemsize == 2 and max(head_dim, self.value.shape[3]) <= 64
+            is_crowded = narrow and tiles.use_tma and tiles.warps == 4
+            registers = 168 if is_crowded and self.given.alibi_slopes is not None else None
         outer = {name: stride[:3] for name, stride in self.strides.items()}
-        if self.packing is not None:  # sequences start where it says
+        if self.given.packed:  # sequences start where cu_seqlens says
             outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
         names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
         known = set(kernel.arg_names)
         every: dict[str, Number] = {
             **stride_numbers(**outer),
-            **dict(zip(names, self.mask_and_bias.bias_strides, strict=True)),
+            **dict(zip(names, self.given.bias_strides, strict=True)),
             "N_PADDED": self.n_padded,
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
@@ -223,13 +226,14 @@ class KernelInputs:
             **option_numbers(self.problem),
             **(numbers or {}),
         }
-        given = self._operands(tiles, walked if known_options.use_tma else ())
-        given |= given_parameters(self.packing, self.mask_and_bias)
+        tensors = self._operands(tiles, walked if known_options.use_tma else ())
+        pairs = zip(POINTERS, self.given, strict=True)
+        tensors |= {name: None if x is None else x.dtype for name, x in pairs}
         return Launch(
             kernel,
             self.query.device,
             programs,
-            {**{name: x for name, x in given.items() if name in known}, **parameters},
+            {**{name: x for name, x in tensors.items() if name in known}, **parameters},
             {name: x for name, x in every.items() if name in known},
             {
                 "D": head_dim,

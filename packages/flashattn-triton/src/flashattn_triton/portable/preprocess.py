@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton.launch import BackwardTensors, Launch, padded, stride_numbers
-from flashattn_triton.mask_and_bias import MaskAndBias
+from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.primitives import LOG2_E, load_rows, store_rows
 
 ROWS = 64  # of one program
@@ -174,9 +174,9 @@ class SinksCall:
         self.launch = preprocess_launch(out, grad_out, grad_logsumexp, sinks=sinks)
         self.sums = (batch, heads, -(-n_queries // ROWS))
 
-    def __call__(self, tensors: BackwardTensors, mask_and_bias: MaskAndBias) -> Tensor:
+    def __call__(self, tensors: BackwardTensors, given: Given) -> Tensor:
         """The gradient of sinks, summed in fp32."""
-        sinks = mask_and_bias.sinks
+        sinks = given.sinks
         assert sinks is not None
         sums = sinks.new_empty(self.sums, dtype=torch.float32)
         addresses = {"sinks_ptr": sinks.data_ptr(), "sums_ptr": sums.data_ptr()}

@@ -33,60 +33,6 @@ from flashattn_triton.primitives import (
 from flashattn_triton.triton_versions import Parameter
 
 
-@triton.jit
-def _differentiate_queries(
-    dq,  # (Q_TILE_SIZE, D_PADDED) fp32, without the scale
-    q,
-    do,
-    logsumexp,
-    delta,
-    key_source,  # of load_tile, as is the next
-    value_source,
-    kv_position,
-    start,
-    stop,
-    queries,
-    keys,
-    columns,
-    value_columns,
-    mask,
-    added,
-    factors,
-    D: tl.constexpr,
-    is_causal: tl.constexpr,
-    OPTIONS: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Adds what keys ``start`` to ``stop`` contribute to dQ."""
-    n_keys = mask[2]
-    K_TILE_SIZE: tl.constexpr = keys.shape[0]
-    INTERPRETED: tl.constexpr = OPTIONS.interpreted
-    PRECISION: tl.constexpr = OPTIONS.precision
-    WIDE_FP32: tl.constexpr = OPTIONS.use_tma and PRECISION == "bf16x6" and columns.shape[0] > 128
-    for key_start in range(
-        loop_bound(start, INTERPRETED), loop_bound(stop, INTERPRETED), K_TILE_SIZE
-    ):
-        key_start = key_start + 0  # a tensor under the interpreter too
-        k = load_tile(key_source, kv_position, key_start, n_keys, keys, columns, D, MASKED, OPTIONS)
-        v = load_tile(
-            value_source, kv_position, key_start, n_keys, keys, value_columns, OPTIONS.e, MASKED,
-            OPTIONS,
-        )  # fmt: skip
-        s = dot(q, tl.trans(k), None, PRECISION, INTERPRETED)  # (Q_TILE_SIZE, K_TILE_SIZE)
-        dp = dot(do, tl.trans(v), None, PRECISION, INTERPRETED)
-        p, s = probabilities(
-            s, logsumexp, queries, key_start, keys, key_start, mask, added, factors, is_causal,
-            OPTIONS, MASKED, False,
-        )  # fmt: skip
-        ds = p * (dp - delta[:, None])
-        if OPTIONS.has_softcap:
-            ds = ds * (1.0 - s * s)
-        if WIDE_FP32:
-            k = tma_reload(key_source, kv_position, key_start, n_keys, keys, columns)
-        dq = dot(ds.to(k.dtype), k, dq, PRECISION, INTERPRETED, INFINITIES=not WIDE_FP32)
-    return dq
-
-
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "window_left", "window_right"])
 def query_pass_kernel(
     Q_ptr,
@@ -181,14 +127,33 @@ def query_pass_kernel(
     logsumexp = load_statistic(statistics_ptr, queries, N_QUERIES, float("inf"), OPTIONS.packed)
     delta = load_statistic(statistics_ptr + N_PADDED, queries, N_QUERIES, 0.0, OPTIONS.packed)
 
-    dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)
+    dq = tl.zeros([Q_TILE_SIZE, D_PADDED], tl.float32)  # without the scale
+    key_source, value_source, position = (K_ptr, stride_kk), (V_ptr, stride_vk), (batch, kv_head)
     for part in tl.static_range(3):  # a window's left edge, whole tiles, the right edge
         if part > 0 or OPTIONS.has_left:
-            dq = _differentiate_queries(
-                dq, q, do, logsumexp, delta, (K_ptr, stride_kk), (V_ptr, stride_vk),
-                (batch, kv_head), starts[part], stops[part], queries, keys, columns, value_columns,
-                mask, added, (scale, softcap), D, is_causal, OPTIONS, part != 1,
-            )  # fmt: skip
+            for key_start in range(
+                loop_bound(starts[part], OPTIONS), loop_bound(stops[part], OPTIONS), K_TILE_SIZE
+            ):
+                key_start = key_start + 0  # a tensor under the interpreter too
+                k = load_tile(
+                    key_source, position, key_start, N_KEYS, keys, columns, D, part != 1, OPTIONS
+                )
+                v = load_tile(
+                    value_source, position, key_start, N_KEYS, keys, value_columns, OPTIONS.e,
+                    part != 1, OPTIONS,
+                )  # fmt: skip
+                s = dot(q, tl.trans(k), None, OPTIONS)  # (Q_TILE_SIZE, K_TILE_SIZE)
+                dp = dot(do, tl.trans(v), None, OPTIONS)
+                p, s = probabilities(
+                    s, logsumexp, queries, key_start, keys, key_start, mask, added,
+                    (scale, softcap), is_causal, OPTIONS, part != 1, False,
+                )  # fmt: skip
+                ds = p * (dp - delta[:, None])
+                if OPTIONS.has_softcap:
+                    ds = ds * (1.0 - s * s)
+                if OPTIONS.reloads:
+                    k = tma_reload(key_source, position, key_start, N_KEYS, keys, columns)
+                dq = dot(ds.to(k.dtype), k, dq, OPTIONS, INFINITIES=not OPTIONS.reloads)
     dq_tile = dQ_ptr + first * stride_dqq
     ADDS: tl.constexpr = OPTIONS.adds
     store_rows(dq_tile, dq * scale, rows, columns, stride_dqq, n_rows, D, ADDS)
