@@ -40,6 +40,7 @@ from shard_optim.origin import (
     describe,
     replaced,
     say_once,
+    settings_in,
     sharded_in,
     sharded_of,
 )
@@ -145,9 +146,7 @@ class ShardedOptimizer(Optimizer):
         self._waits: ForwardWaits | None = None
         self._collected = False
         self._steps = 0
-        make: Callable[..., Optimizer] = optimizer_cls
-        if offload_state:
-            make = offloaded(optimizer_cls)
+        make = offloaded(optimizer_cls) if offload_state else optimizer_cls
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
             make,
             partition=partition,
@@ -193,10 +192,8 @@ class ShardedOptimizer(Optimizer):
         self.ranks = self.mesh.shards
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
-        self._communication = resolve_communication(communication, self.ranks)
-        self._reducer = None
-        if reduce_gradients:
-            self._reducer = GradientReducer(self._communication, self.ranks)
+        self._communication = moves = resolve_communication(communication, self.ranks)
+        self._reducer = GradientReducer(moves, self.ranks) if reduce_gradients else None
         if over is None:
             self._agree(self.param_groups)
             self._place(range(len(self.all_params())))
@@ -325,6 +322,10 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reduce_gradients()  # 1. reduce
+        if self.ranks.has_own_connections and not self._over_shards:  # where a backward compares
+            passes = 0 if self._reducer is None else self._reducer.passes
+            words = f"a step after {passes} reductions, with {settings_in(self)}"
+            self.ranks.together(words, lambda: None)
         self._collected = False
         self._steps += 1
         self.ranks.step = self._steps

@@ -20,9 +20,9 @@ def check_layout(param: Tensor, name: str) -> None:
     if param.layout != torch.strided or not _is_dense(param):
         strides = param.stride() if param.layout == torch.strided else "none"
         raise ValueError(
-            f"a sharded parameter must occupy one dense block of memory, but {name} has layout "
+            f"parameters and buffers must occupy one dense block of memory, but {name} has layout "
             f"{param.layout}, shape {tuple(param.shape)}, strides {strides}. "
-            "Replace it by a contiguous copy first."
+            "Replace it first: by its to_dense() if it is sparse, else by a contiguous() copy."
         )
 
 

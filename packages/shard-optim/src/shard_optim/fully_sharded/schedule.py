@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_lite.grad_hooks import tensors_in
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded.deferred_hooks import defer, register_own, run_deferred
+from shard_optim.fully_sharded.deferred_hooks import defer, run_deferred
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
@@ -248,7 +248,8 @@ class Schedule:
                     if len(unit.arrived) == unit.expected:
                         schedule._launch_complete(unit)
 
-            register_own(param, on_gradient)
+            on_gradient.runs_in_backward = True  # type: ignore[attr-defined] # see ``defer``
+            param.register_post_accumulate_grad_hook(on_gradient)
 
     def before_backward_of(self, units: Sequence[Unit]) -> None:
         """Gathers the units of one call, and those that backward needs next."""

@@ -411,11 +411,10 @@ class Unit:
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
         """The gradient as a vector that divides evenly over the ranks."""
         cut = self.cuts[position]
+        padded = cut.chunk * self.ranks.size
         if grad is None:
-            return torch.zeros(
-                cut.chunk * self.ranks.size, dtype=self.gather_dtype, device=self.device
-            )
+            return torch.zeros(padded, dtype=self.gather_dtype, device=self.device)
         check_gradient(grad, self.names[position])
         flat = in_memory_order(grad, self.whole_views[position])
-        padding = cut.chunk * self.ranks.size - cut.numel
+        padding = padded - cut.numel
         return torch.nn.functional.pad(flat, (0, padding)) if padding else flat
