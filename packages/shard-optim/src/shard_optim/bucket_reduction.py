@@ -32,7 +32,7 @@ from ddp_lite.reduce import Waitable
 from ddp_lite.transparent import temporarily
 from shard_optim.buckets import Bucket
 from shard_optim.communication import Communication, check_gradient
-from shard_optim.refused_gradient import ReducedGradient
+from shard_optim.refused_gradient import PendingGradient, ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -142,6 +142,8 @@ class GradientReducer:
             reducer._dropped = False
             if len(arrived) == size:
                 reducer._launch_ready()
+            if len(arrived) == 1 and type(param.grad) is Tensor:  # not launched
+                param.grad = param.grad.as_subclass(PendingGradient)
 
         return on_gradient
 
@@ -347,4 +349,7 @@ class StandIn:
 def gradient_of(param: Tensor) -> Tensor | None:
     """The parameter's own gradient, if it has one that has not been reduced."""
     grad = param.grad
+    if type(grad) is PendingGradient:
+        with torch._C.DisableTorchFunctionSubclass():
+            return grad.as_subclass(Tensor)
     return None if type(grad) is ReducedGradient else grad

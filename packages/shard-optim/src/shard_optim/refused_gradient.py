@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 REDUCED = (
     "gradients must be read through the optimizer under reduce_gradients=True, but got {}() of a "
-    "parameter's grad, which has been reduced into shards. Call optimizer.clip_grad_norm_() "
+    "parameter's grad, which is reduced into shards. Call optimizer.clip_grad_norm_() "
     "instead of torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
     "torch.amp.GradScaler, or read optimizer.local_gradients()."
 )
@@ -132,3 +132,7 @@ class ReducedGradient(GradientShard):
         given = pytree.tree_leaves((args, kwargs))
         refusal = next(each.refusal for each in given if isinstance(each, ReducedGradient))
         raise RuntimeError(refusal.format(getattr(func, "__name__", func)))
+
+
+class PendingGradient(ReducedGradient):
+    """A gradient that waits for its reduction: its values are this rank's own."""

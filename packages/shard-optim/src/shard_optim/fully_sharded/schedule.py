@@ -170,7 +170,8 @@ class Schedule:
         else:
             for unit in call.units:
                 self._called[unit] = None
-                unit.expect_gradients()
+                unit.expected = len(unit.trainable_positions())
+                unit.arrived.clear()
                 if unit.expected != len(unit.hooked):
                     self._hook_gradients(unit)
                 self._gather(unit)

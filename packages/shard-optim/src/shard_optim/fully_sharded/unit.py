@@ -361,11 +361,6 @@ class Unit:
         """Positions of the parameters that require gradients."""
         return [position for position, param in enumerate(self.params) if param.requires_grad]
 
-    def expect_gradients(self) -> None:
-        """Counts the gradients that a backward pass will make; nothing has arrived yet."""
-        self.expected = len(self.trainable_positions())
-        self.arrived.clear()
-
     def launch_reduction(self) -> tuple[UnitReduction, list[int]]:
         """Starts averaging the gradients; those that did not arrive count as zeros.
 
