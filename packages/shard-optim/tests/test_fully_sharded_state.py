@@ -310,6 +310,27 @@ def check_buffers_without_memory(rank, world_size):
         FullyShardedDataParallel(module)
 
 
+def check_tied_by_memory(rank, world_size):
+    """Two parameters in one memory would be moved apart, and trained apart."""
+    module = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    module[1].weight.data = module[0].weight.data
+    words = r"{} lies where {} does.*giving both one parameter"
+    with pytest.raises(ValueError, match=words.format(r"1\.weight", r"0\.weight")):
+        FullyShardedDataParallel(module)
+    for reduce in (False, True):
+        groups = [
+            {"params": [("first", module[0].weight)]},
+            {"params": [("second", module[1].weight)]},
+        ]
+        with pytest.raises(ValueError, match=words.format("second", "first")):
+            ShardedOptimizer(groups, torch.optim.AdamW, reduce_gradients=reduce)
+    module[1].weight = module[0].weight
+    cache = torch.ones(4, 4)
+    for each in module:  # buffers stay where they are
+        each.register_buffer("cache", cache[:2])
+    FullyShardedDataParallel(module)
+
+
 class ReadsAnother(nn.Module):
     def __init__(self, other, read):
         super().__init__()
@@ -412,6 +433,7 @@ CHECKS = [
     ("bad input", check_bad_input, ()),
     ("other wrappers", check_other_wrappers, ()),
     ("buffers without memory", check_buffers_without_memory, ()),
+    ("tied by memory", check_tied_by_memory, ()),
     ("reading a shard", check_reading_a_shard, ()),
     ("meta device", check_meta_device, ()),
 ]

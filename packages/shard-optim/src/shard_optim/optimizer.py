@@ -257,6 +257,7 @@ class ShardedOptimizer(Optimizer):
                 "each parameter may be listed once, but a group lists one twice. "
                 "Pass module.parameters(), which yields tied parameters once."
             )
+        seen = {p.data_ptr(): self.name_of(i) for i, p in enumerate(self.all_params()[:first])}
         for index, param in enumerate(params, start=first):
             if self._constructed and not self._over_shards and sharded_of(param) is not None:
                 raise ValueError(
@@ -269,7 +270,7 @@ class ShardedOptimizer(Optimizer):
                     f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
                     "Make torch.view_as_real() of it the parameter."
                 )
-            check_layout(param, self.name_of(index))
+            check_layout(param, self.name_of(index), seen)
 
     def _agree(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises on every rank unless all ranks describe the same optimizer."""

@@ -45,12 +45,10 @@ def check_settings(
             "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
             f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
         )
-    for name, value, why in (
-        ("reshard_after_forward", reshard_after_forward, "to keep weights until backward"),
-        ("cast_inputs", cast_inputs, "for inputs that must keep their dtype"),
-    ):
+    choices = {"reshard_after_forward": reshard_after_forward, "cast_inputs": cast_inputs}
+    for name, value in choices.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, but got {value!r}. Pass False {why}.")
+            raise TypeError(f"{name} must be True or False, but got {value!r}. Leave it out.")
     if prefetch is True or prefetch not in (1, 2):
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
 
@@ -113,8 +111,9 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"parameters must be floating-point, or frozen integers, but got {name} of "
                 f"{param.dtype}. Register it as a buffer."
             )
+    seen: dict[int, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        check_layout(tensor, name)
+        check_layout(tensor, name, seen if isinstance(tensor, nn.Parameter) else {})
     owned = {id(param) for param in module.parameters()}
     found = _optimizers_of(owned)
     if found:

@@ -290,7 +290,7 @@ class Schedule:
         defer(self._params, self)
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
-        self._queue = [unit for unit in self._reduction_order() if unit.trainable]
+        self._queue = [unit for unit in self._reduction_order() if unit.trainable_positions()]
         self._next = 0
         for unit in self._queue:
             kept += unit.gradients.begin()
@@ -457,7 +457,7 @@ def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
     known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
     leaves = pytree.tree_leaves(outputs)
     hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]
-    needs_weights = any(unit.trainable for unit in call.units) or any(
+    needs_weights = any(unit.trainable_positions() for unit in call.units) or any(
         tensor.requires_grad for tensor in tensors_in(inputs)
     )
     if hidden and needs_weights:

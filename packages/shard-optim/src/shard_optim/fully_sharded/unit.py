@@ -352,11 +352,6 @@ class Unit:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter requires gradients."""
-        return any(param.requires_grad for param in self.params)
-
     def trainable_positions(self) -> list[int]:
         """Positions of the parameters that require gradients."""
         return [position for position, param in enumerate(self.params) if param.requires_grad]
