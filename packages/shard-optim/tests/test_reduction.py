@@ -236,7 +236,7 @@ def check_clipping_of_pending_gradients(rank, world_size):
         ):
             with pytest.raises(RuntimeError, match="is reduced into shards"):
                 use()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     loss_of(model, 0, rank).backward()
     optimizer.step()
     assert_close(model, reference(world_size, 1)[0])

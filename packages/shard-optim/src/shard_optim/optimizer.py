@@ -435,12 +435,12 @@ class ShardedOptimizer(Optimizer):
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, reduced ones included."""
+        """Resets all gradients, reduced ones included, under ``reduce_gradients`` to None always."""
         if self._reducer is not None:
             self._reducer.drop()
         self.local.drop_gradients()
         self._collected = False
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none or self._reducer is not None)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their norm over all parameters is at most ``max_norm``.
