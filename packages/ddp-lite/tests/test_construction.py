@@ -232,6 +232,10 @@ def transparent(rank: int, world_size: int, name: str) -> None:
     with pytest.raises(ModelMismatchError, match=r"extra\.weight was added"):
         wrapped(torch.ones(2, 3))
     del model.extra
+    with pytest.raises(TypeError, match=r"cannot be replaced.*Wrap the new module"):
+        wrapped.module = copy.deepcopy(model)
+    wrapped.module = model
+    assert wrapped.module is model
 
     for refuse in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match=r"wrapped\.state_dict\(\)"):

@@ -90,6 +90,54 @@ def test_accumulation_and_several_backwards(name: str, auto_finish: bool) -> Non
     run_case(accumulation, 2, EACH_FINISH, name, auto_finish)
 
 
+def returned_gradients(rank: int, world_size: int, name: str) -> None:
+    """``torch.autograd.grad`` writes no ``grad``, so there is nothing to average."""
+    wrapped = EVERY[name](mlp(), missing_gradients="error")
+    parameters = list(wrapped.parameters())
+    collectives = wrapped._engine.average.collectives
+    alone = mlp()
+    for asked in ("inputs", "parameters", "one parameter", "outputs"):
+        found = []
+        for model in (wrapped, alone):
+            x = batch(rank).requires_grad_()
+            y = model(x)
+            own = list(model.parameters())
+            wanted = {"inputs": x, "parameters": own, "one parameter": own[-1], "outputs": y}[asked]
+            found.append(torch.autograd.grad(y.square().sum(), wanted))
+        torch.testing.assert_close(*found)
+    x = batch(rank).requires_grad_()
+    wrapped(x).sum().backward(inputs=[x])
+    assert wrapped._engine.average.collectives == collectives
+    assert all(p.grad is None for p in parameters)
+
+    # A gradient penalty: the second backward is the one that ends the step.
+    for model, ranks in ((wrapped, [rank]), (alone, range(world_size))):
+        for r in ranks:
+            x = batch(r).requires_grad_()
+            y = model(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            ((y.square().sum() + slope.square().sum()) / len(ranks)).backward()
+    assert_gradients(wrapped, [p.grad for p in alone.parameters()])
+    wrapped.zero_grad()
+    wrapped(batch(rank)).sum().backward(inputs=parameters)
+    assert_gradients(wrapped, reference(world_size))
+
+    # On one rank alone, and written into ``grad`` by hand.
+    wrapped = EVERY[name](mlp())
+    if rank == 0:
+        torch.autograd.grad(wrapped(x).sum(), x)
+    found = torch.autograd.grad(wrapped(batch(rank)).sum(), list(wrapped.parameters()))
+    for p, gradient in zip(wrapped.parameters(), found, strict=True):
+        p.grad = gradient
+    wrapped.finish_gradient_synchronization()
+    assert_gradients(wrapped, reference(world_size))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_that_are_returned_are_no_synchronisation(name: str) -> None:
+    run_case(returned_gradients, 2, EVERY, name)
+
+
 def groups(rank: int, world_size: int, name: str) -> None:
     """Only some ranks train, and their group's ranks are not the world's."""
     some = dist.new_group([1, 2])

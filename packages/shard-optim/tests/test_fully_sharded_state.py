@@ -1,6 +1,7 @@
 """Whole parameters out of shards and back, and checkpoints for any number of ranks."""
 
 import copy
+import pickle
 import re
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_lite import BucketedDDP
 from fully_sharded_models import OPTIMIZERS, batch, loss_of, net
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer, load, save
@@ -256,8 +259,15 @@ def check_bad_input(rank, world_size):
 
     with pytest.raises(RuntimeError, match="moved or cast before it is wrapped"):
         model.half()
-    with pytest.raises(TypeError, match="holds a process group and cannot be pickled or copied"):
-        copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner, param = model.module.blocks[0], next(model.parameters())
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps, torch.optim.swa_utils.AveragedModel):
+        pickled = (optimizer, param) if copied is pickle.dumps else ()
+        for thing in (model, model.module, inner, *pickled):
+            with pytest.raises(TypeError, match=r"one rank cannot be copied, pickled.*\(EMA\)"):
+                copied(thing)
+    with pytest.raises(TypeError, match="cannot be replaced by one with other parameters"):
+        model.module = net()
     with pytest.raises(ValueError, match="max_norm must be at least 0, but got -1"):
         model.clip_grad_norm_(-1.0)
     with pytest.raises(ValueError, match="norm_type must be positive"):
@@ -265,6 +275,60 @@ def check_bad_input(rank, world_size):
     model.module.blocks[1].compile(backend="eager")
     with pytest.raises(RuntimeError, match="compiled before the model is wrapped"):
         model(batch(0, rank))
+
+
+def check_other_wrappers(rank, world_size):
+    """Parameters that another wrapper shards or averages, which both would overwrite."""
+    plain = net()
+    wrapped = BucketedDDP(plain)
+    for module in (wrapped, plain, nn.Sequential(wrapped)):
+        with pytest.raises(TypeError, match="synchronised by a BucketedDDP"):
+            FullyShardedDataParallel(module)
+    with pytest.raises(ValueError, match="wrapped already"):
+        FullyShardedDataParallel(nn.Sequential(DistributedDataParallel(net())))
+    sharded = FullyShardedDataParallel(wrapped.detach())
+    shared = nn.Sequential(nn.Linear(3, 3), sharded.module.blocks[0])
+    for module in (sharded, plain, shared):
+        with pytest.raises(TypeError, match="synchronised by a FullyShardedDataParallel"):
+            BucketedDDP(module)
+    tied = nn.Linear(3, 3)
+    tied.weight = next(iter(sharded.parameters()))
+    with pytest.raises(TypeError, match="weight is synchronised by a FullyShardedDataParallel"):
+        FullyShardedDataParallel(tied)
+
+
+def check_buffers_without_memory(rank, world_size):
+    """They are refused before a parameter is cut."""
+    for buffer in (torch.eye(3).to_sparse(), torch.ones(1).expand(3), torch.ones(3, 4)[:, :2]):
+        module = net()
+        module.register_buffer("mask", buffer)
+        before = {name: param.detach().clone() for name, param in module.named_parameters()}
+        with pytest.raises(ValueError, match=r"but mask has layout.*to_dense.*contiguous"):
+            FullyShardedDataParallel(module)
+        assert all(torch.equal(param, before[n]) for n, param in module.named_parameters())
+        module.mask = buffer.to_dense().contiguous().clone()
+        FullyShardedDataParallel(module)
+
+
+def check_tied_by_memory(rank, world_size):
+    """Two parameters in one memory would be moved apart, and trained apart."""
+    module = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    module[1].weight.data = module[0].weight.data
+    words = r"{} lies where {} does.*giving both one parameter"
+    with pytest.raises(ValueError, match=words.format(r"1\.weight", r"0\.weight")):
+        FullyShardedDataParallel(module)
+    for reduce in (False, True):
+        groups = [
+            {"params": [("first", module[0].weight)]},
+            {"params": [("second", module[1].weight)]},
+        ]
+        with pytest.raises(ValueError, match=words.format("second", "first")):
+            ShardedOptimizer(groups, torch.optim.AdamW, reduce_gradients=reduce)
+    module[1].weight = module[0].weight
+    cache = torch.ones(4, 4)
+    for each in module:  # buffers stay where they are
+        each.register_buffer("cache", cache[:2])
+    FullyShardedDataParallel(module)
 
 
 class ReadsAnother(nn.Module):
@@ -367,6 +431,9 @@ CHECKS = [
     ("optimizer state", check_optimizer_state, ()),
     ("wrong state dicts", check_wrong_state_dicts, ()),
     ("bad input", check_bad_input, ()),
+    ("other wrappers", check_other_wrappers, ()),
+    ("buffers without memory", check_buffers_without_memory, ()),
+    ("tied by memory", check_tied_by_memory, ()),
     ("reading a shard", check_reading_a_shard, ()),
     ("meta device", check_meta_device, ()),
 ]

@@ -141,6 +141,22 @@ def check_full_state(rank, world_size):
                 assert torch.equal(found[name], param), name
 
 
+def check_order_of_parameters(rank, world_size):
+    """Every rank lists the matrices in another order."""
+    expected = trained_replicas(rank, 2)
+    model = FullyShardedDataParallel(net())
+    matrices = matrices_of(model)
+    if rank:
+        matrices[1:] = matrices[:0:-1]
+    muon = ShardedOptimizer(matrices, torch.optim.Muon, partition="whole", lr=0.05, momentum=0.9)
+    train(model, [muon, torch.optim.AdamW(others_of(model), lr=0.05)], rank, range(2))
+    assert_equal(model, expected, exact=True)
+
+
+def test_the_order_of_parameters_does_not_matter():
+    run_ranks(check_order_of_parameters, 2)
+
+
 def test_full_optimizer_state():
     run_ranks(check_full_state, 2)
 

@@ -309,6 +309,24 @@ def check_masters(rank, world_size):
     assert torch.equal(model.weight, expected.to(torch.bfloat16))
     assert not torch.equal(model.weight.float(), start)
 
+    # What is written into parameters counts; elements that keep their value keep their master.
+    with torch.no_grad():
+        model.weight[:8] *= 2
+        expected[:8] = 2 * expected[:8].to(torch.bfloat16)
+    for _ in range(50):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        expected.grad = torch.ones_like(expected)
+        reference.step()
+    assert torch.equal(model.weight, expected.to(torch.bfloat16))
+    again = nn.Linear(16, 16, bias=False).to(torch.bfloat16)
+    model.load_state_dict(again.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert torch.equal(model.weight, again.weight)
+
 
 def check_refusals(rank, world_size):
     weight = nn.Parameter(torch.zeros(4, 4))

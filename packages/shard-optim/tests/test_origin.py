@@ -94,6 +94,57 @@ def check_distributed_checkpoint(rank, world_size):
     assert {type(value) for value in torch.load(file, weights_only=True).values()} == {torch.Tensor}
 
 
+COPIES = {
+    "clone": torch.clone,
+    "CPU": torch.Tensor.cpu,
+    "dtype": lambda value: value.to(torch.bfloat16),
+    "detached": lambda value: value.detach().cpu(),
+    "average": lambda value: 0.9 * torch.zeros_like(value) + 0.1 * value,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def check_copies_for_dcp(rank, world_size):
+    """Copies of shards are shards too, and so is an optimizer's state of any stage."""
+    folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders, src=0)
+    folder = folders[0]
+    model, optimizer = stage_3()
+    step(model, optimizer, rank)
+    before = snapshot(model, optimizer)
+    others = stage_2()
+    step(*others, rank)
+    states = {
+        name: {key: copied(value) for key, value in model.state_dict().items()}
+        for name, copied in COPIES.items()
+    }
+    states["parameters"] = dict(model.named_parameters())
+    states["optimizer of shards"] = optimizer.state_dict()
+    states["stage 2"] = others[1].state_dict()
+    for name, state in states.items():
+        with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
+            dcp.save({"state": state}, checkpoint_id=f"{folder}/{name}")
+    with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
+        dcp.async_save({"state": model.state_dict()}, checkpoint_id=f"{folder}/later").result()
+    dcp.save({"0.weight": torch.zeros(8 * 64 // 2)}, checkpoint_id=f"{folder}/whole")
+    for target in (states["clone"]["0.weight"], states["parameters"]["0.weight"]):
+        with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
+            dcp.load({"0.weight": target}, checkpoint_id=f"{folder}/whole")
+    assert_unchanged(model, optimizer, before)
+    dcp.save(others[0].state_dict(), checkpoint_id=f"{folder}/replicas")
+
+    for state in (optimizer.state_dict(), others[1].state_dict()):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    # What a program puts together from all ranks' shards is whole.
+    own = model.state_dict()["0.weight"]
+    parts = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(parts, own)
+    dcp.save({"whole": torch.cat(parts).view(64, 8)}, checkpoint_id=f"{folder}/gathered")
+
+
 def check_parts_of_rank_0(rank, world_size):
     """The habit of replicas: rank 0 saves ``state_dict()``, every rank loads it."""
     for make in (stage_3, lambda: stage_3(offloaded)):
@@ -271,6 +322,7 @@ CHECKS = [
     ("parts of rank 0", check_parts_of_rank_0, ()),
     ("part of a part", check_part_of_a_part, ()),
     ("torch.distributed.checkpoint", check_distributed_checkpoint, ()),
+    ("copies for torch.distributed.checkpoint", check_copies_for_dcp, ()),
     ("own parts", check_own_parts, ()),
     ("two moments", check_two_moments, ()),
     ("stages", check_stages, ()),

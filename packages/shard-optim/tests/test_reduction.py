@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
+from shard_optim.refused_gradient import ReducedGradient
 from whole_state import whole_optimizer
 
 # Against plain training on the averaged gradients in fp32: the sharded model's parameters lie
@@ -181,6 +182,94 @@ def check_clipping(rank, world_size):
         optimizer.step()
     with pytest.raises(ValueError, match="norm_type must be positive, but got 0"):
         optimizer.clip_grad_norm_(1.0, norm_type=0)
+
+
+def check_dropped_by_the_module(rank, world_size):
+    """A batch is dropped by ``zero_grad()`` of the module, as in a program for replicas."""
+    plain = net()
+    reference_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    model = net()
+    optimizer = make(model, "both")
+    for step in range(4):
+        for r in range(world_size):
+            (loss_of(plain, step, r) / world_size).backward()
+        loss_of(model, step, rank).backward()
+        if step != 1:
+            reference_optimizer.step()
+            optimizer.step()
+        plain.zero_grad()
+        if step % 2:
+            model.zero_grad()
+        else:
+            for param in model.parameters():
+                param.grad = None
+    optimizer.wait()
+    assert_close(model, plain)
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True, bucket_size_mb=1e-4
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) dropped them"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    carries = next(p for p in model.parameters() if type(p.grad) is ReducedGradient)
+    carries.grad = None
+    with pytest.raises(RuntimeError, match="some parameters was set to None after"):
+        optimizer.step()
+
+
+def check_clipping_of_pending_gradients(rank, world_size):
+    """An unused parameter keeps all gradients from being reduced before the step."""
+    model = net()
+    optimizer = make(model, "reduce")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for _ in range(2):
+        scaler.scale(loss_of(model, 0, rank)).backward()
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+            lambda: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+            lambda: scaler.unscale_(torch.optim.SGD(model.parameters())),
+        ):
+            with pytest.raises(RuntimeError, match="is reduced into shards"):
+                use()
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model, 0, rank).backward()
+    optimizer.step()
+    assert_close(model, reference(world_size, 1)[0])
+
+
+def check_returned_gradients(rank, world_size):
+    """``torch.autograd.grad`` leaves what has been reduced as it is, and it is still refused."""
+    model = net()
+    optimizer = make(model, "reduce")
+    loss_of(model, 0, rank).backward()
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    torch.autograd.grad(loss_of(model, 1, rank), trainable, allow_unused=True)
+    with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_\(\)"):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    assert_close(model, reference(world_size, 1)[0])
+
+
+def check_double_precision(rank, world_size):
+    norms = []
+    for reduce in (True, False):
+        model = net().double()
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=reduce
+        )
+        loss_of(model, 0, 0).backward()
+        norms.append(optimizer.clip_grad_norm_(0.1))
+        assert norms[-1].dtype == torch.float32
+    plain = net().double()
+    loss_of(plain, 0, 0).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1).float()
+    for norm in norms:
+        torch.testing.assert_close(norm, expected, **CLOSE)
 
 
 class Recomputed(nn.Module):
@@ -375,6 +464,10 @@ CHECKS = [
     *((f"trains like plain: {variant}", check_training, (variant,)) for variant in VARIANTS),
     ("gradient accumulation", check_accumulation, ()),
     ("clipping by the norm over all ranks", check_clipping, ()),
+    ("dropped by zero_grad() of the module", check_dropped_by_the_module, ()),
+    ("clipping of pending gradients", check_clipping_of_pending_gradients, ()),
+    ("gradients that are returned", check_returned_gradients, ()),
+    ("clipping in double precision", check_double_precision, ()),
     ("a weight shared by re-entrant checkpoints", check_reentrant, ()),
     ("two ranks average exactly and NaN reaches all", check_exact, ()),
     ("early reads wait and hidden reads are found", check_late_reads, ()),

@@ -31,6 +31,10 @@ def backward_once_more(model, _optimizer):
         model(batch(step, 0)).square().mean().backward()
 
 
+def another_rate(_model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.1
+
+
 # What one rank does before a step, and what every rank's error says.
 FAULTS = {
     "runs backward once more": (backward_once_more, "about to run the reduce-scatter of gradients"),
@@ -38,6 +42,7 @@ FAULTS = {
     "collects whole state": (lambda m, o: full_state(m, o), "about to run the exchange of"),
     "loads whole state": (lambda m, o: load_full_state({}, m, o), "exchange of what is loaded"),
     "loads its state": (lambda _, o: o.load_state_dict(o.state_dict()), "of what the ranks load"),
+    "takes another learning rate": (another_rate, r"a step after 1 reductions, with .*lr=0\.1"),
     "saves": (lambda m, o: save("/nonexistent/nowhere", m, o), "about to run saving a checkpoint"),
 }
 
@@ -72,3 +77,22 @@ def test_a_rank_that_strays(fault: str) -> None:
         assert not outcome.died, f"{outcome.rank} was ended by signal {outcome.exitcode}"
         assert outcome.error is not None, f"{outcome.rank} trained on"
         assert re.search(FAULTS[fault][1], outcome.error), outcome.error
+
+
+def drop_alone(rank, world_size):
+    """One rank drops a batch, and the others add the next one to it."""
+    model = network()
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.05, reduce_gradients=True, bucket_size_mb=0.002
+    )
+    for number in range(2):
+        if rank:
+            optimizer.zero_grad()
+        model(batch(number, rank)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_rank_that_drops_a_batch_alone() -> None:
+    for outcome in run_ranks(drop_alone, 2, check=False, timeout=BOUND_S):
+        assert outcome.error is not None, f"{outcome.rank} trained on"
+        assert re.search("StepMismatchError.*a step after 2 reductions", outcome.error)

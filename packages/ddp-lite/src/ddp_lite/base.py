@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Never
 
@@ -25,7 +25,7 @@ from ddp_lite.ranks import Ranks, resolve_group
 from ddp_lite.reduce import Way
 from ddp_lite.same_step import SameStep
 from ddp_lite.stats import StepStats, SynchronizationStats
-from ddp_lite.transparent import TransparentWrapper
+from ddp_lite.transparent import TransparentWrapper, temporarily
 
 
 class DataParallelBase(TransparentWrapper, ABC):
@@ -173,31 +173,18 @@ class DataParallelBase(TransparentWrapper, ABC):
         else:
             self._engine.finish()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate locally; the next one outside sends the sum."""
-        arrivals = self._engine.arrivals
-        before = arrivals.accumulating
-        arrivals.accumulating = True
-        try:
-            yield
-        finally:
-            arrivals.accumulating = before
+        return temporarily(self._engine.arrivals, "accumulating", True)
 
-    @contextmanager
-    def different_weights(self) -> Iterator[None]:
+    def different_weights(self) -> AbstractContextManager[None]:
         """Synchronises gradients that ranks compute at different weights, on all ranks alike.
 
         Elsewhere such a step raises ``StepMismatchError``. Sharpness-aware minimisation needs it:
         each rank moves its weights by its own gradient, and the gradients at the moved weights are
         averaged. Run that forward and backward inside, and restore the weights after it.
         """
-        before = self._same_step.compare_weights
-        self._same_step.compare_weights = False
-        try:
-            yield
-        finally:
-            self._same_step.compare_weights = before
+        return temporarily(self._same_step, "compare_weights", False)
 
     @contextmanager
     def join(

@@ -27,6 +27,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from ddp_lite.buckets import Bucket, ParameterSpec, make_buckets
 from ddp_lite.errors import MissingGradientError, UnfinishedSynchronizationError
-from ddp_lite.grad_hooks import Hooks, remove_all, tensors_in
+from ddp_lite.grad_hooks import Hooks, leaf_behind, remove_all, tensors_in
 from ddp_lite.model import refuse_other_gradients
 from ddp_lite.ranks import Ranks, broadcast
 from ddp_lite.reduce import Averager, Reduction, Way
@@ -286,7 +287,6 @@ class Engine:
             self._in_flight[bucket] = self.way(self.average, bucket, gradients, messages)
         except RuntimeError as error:
             self.ranks.raise_named(bucket.describe(), begin, error)
-            raise
 
     def _messages(self, dtype: torch.dtype, again: bool) -> Sequence[Tensor]:
         real = dtype.to_real() if dtype.is_complex else dtype
@@ -356,7 +356,6 @@ class Engine:
             averages = self._in_flight.pop(bucket).wait()
         except RuntimeError as error:
             self.ranks.raise_named(bucket.describe(), begin, error)
-            raise
         if bucket is self.buckets[-1]:
             for task in self.tasks:  # before another collective starts, see ``SameStep``
                 task.message_averaged(self)
@@ -366,7 +365,7 @@ class Engine:
             else:
                 parameter.grad.add_(average)
 
-    # When has backward ended? Two private functions of torch's autograd engine tell.
+    # When has backward ended? Private functions of torch's autograd engine tell.
 
     def finish_after_backward_of(self, outputs: Any) -> None:
         """Ends the step with the backward that computes these outputs' gradients.
@@ -378,10 +377,10 @@ class Engine:
             for tensor in tensors_in(outputs):
                 # A parameter that is returned would keep this hook, and has its own.
                 if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._reached_output)
+                    tensor.register_hook(partial(self._reached_output, leaf_behind(tensor)))
 
-    def _reached_output(self, _gradient: Tensor) -> None:
-        if self.arrivals.accumulating:
+    def _reached_output(self, leaf: Any, _gradient: Tensor) -> None:
+        if self.arrivals.accumulating or not _accumulates(leaf):
             return
         self.finish_after_this_backward()
         if self._backward != torch._C._current_graph_task_id():
@@ -446,4 +445,12 @@ def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
             bucket.dtype is torch.float32 or set(map(_dtype, gradients)) == {bucket.dtype}
         )
     except (AttributeError, RuntimeError):  # None, sparse
+        return False
+
+
+def _accumulates(leaf: Any) -> bool:
+    """Whether the backward under way writes ``grad``: that of ``torch.autograd.grad`` does not."""
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # the gradient that was asked for is this leaf's
         return False

@@ -46,27 +46,23 @@ class Hooks:
                 table[handle.id] = table.pop(handle.id)
         self._counts = list(map(len, self._tables))
 
-    def remove(self) -> None:
-        """Takes the hooks from the parameters."""
-        for handle in self._handles:
-            handle.remove()
-
 
 def remove_all(hooks: list[Hooks]) -> None:
     """Takes all of these hooks from their parameters, and empties the list."""
     while hooks:
-        hooks.pop().remove()
+        for handle in hooks.pop()._handles:
+            handle.remove()
 
 
 def refuse_averaged_parameters(module: nn.Module) -> None:
-    """Refuses a module of which a parameter has the hook of a wrapper that is in use."""
+    """Refuses a module of which a parameter, or a hook of it, is marked by a wrapper in use."""
     for name, parameter in module.named_parameters():
-        for hook in _hooks_of(parameter).values():
-            if (owner := getattr(hook, "averaged_by", None)) is not None:
+        for marked in (parameter, *_hooks_of(parameter).values()):
+            if (owner := getattr(marked, "averaged_by", None)) is not None:
                 raise TypeError(
                     f"module must not share parameters with a wrapped module, but {name} is "
-                    f"synchronised by a {owner}. Call detach() on that wrapper first, or put "
-                    "modules that share parameters into one module and wrap that"
+                    f"synchronised by a {owner}. Use that wrapper, or its detach() if it has one, "
+                    "or put modules that share parameters into one module and wrap that"
                 )
 
 
@@ -82,3 +78,11 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def leaf_behind(output: Tensor) -> Any:
+    """The graph's node of a parameter or an input that ``output`` was computed from."""
+    node: Any = output.grad_fn
+    while following := [each for each, _ in node.next_functions if each is not None]:
+        node = following[-1]  # usually a parameter, where the first is what the layer was given
+    return node

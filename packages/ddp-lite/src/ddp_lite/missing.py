@@ -56,12 +56,9 @@ class MissingGradients(SideTask):
         """1 for each parameter that has a gradient on this rank, else 0."""
         if self._policy == "zeros":
             return None
-        count, device = len(engine.specs), engine.ranks.device
+        self._presence = torch.ones(len(engine.specs), dtype=dtype, device=engine.ranks.device)
         if self._absent:
-            present = [float(index not in self._absent) for index in range(count)]
-            self._presence = torch.tensor(present, dtype=dtype, device=device)
-        else:
-            self._presence = torch.ones(count, dtype=dtype, device=device)
+            self._presence[list(self._absent)] = 0
         return self._presence
 
     def averaged(self, engine: Engine) -> None:

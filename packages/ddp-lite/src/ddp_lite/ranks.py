@@ -44,7 +44,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -223,7 +223,6 @@ class Ranks:
             return call(*arguments)
         except RuntimeError as error:
             self.raise_named(what, begin, error)
-            raise
 
     def together(self, what: str, call: Callable[..., Result], *arguments: Any) -> Result:
         """Like ``call``, for a collective on ``control`` that some ranks might not run.
@@ -246,16 +245,17 @@ class Ranks:
         if bounds[0] != -bounds[1]:
             raise self.disagreement(f"it is about to run {what}")
 
-    def raise_named(self, what: str, begin: float, error: RuntimeError) -> None:
-        """Raises a backend's error with names; returns if it is no backend's, like lack of memory.
+    def raise_named(self, what: str, begin: float, error: RuntimeError) -> NoReturn:
+        """Raises a backend's error with names, and any other as it is, like lack of memory.
 
         Args:
             what: the collective, in words.
             begin: when it began, by ``time.monotonic()``.
             error: raised by the backend.
         """
-        if not isinstance(error, SynchronizationError | torch.OutOfMemoryError):
-            raise self.failure(what, self.step, time.monotonic() - begin, error) from error
+        if isinstance(error, SynchronizationError | torch.OutOfMemoryError):
+            raise error
+        raise self.failure(what, self.step, time.monotonic() - begin, error) from error
 
     def require_same_process(self) -> None:
         """Refuses a child process, whose messages no rank would answer.

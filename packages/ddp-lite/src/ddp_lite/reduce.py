@@ -17,7 +17,7 @@ returns at once; on CPU it blocks the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -216,10 +216,7 @@ def contiguous(
             return gradients, gradients, None  # type: ignore[return-value]
     except TypeError:
         pass
-    own = [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
-    ]
+    own = with_zeros(bucket.parameters, gradients)
     values = [gradient.contiguous() for gradient in own]
     copied = [(one, other) for one, other in zip(own, values, strict=True) if one is not other]
     if not copied:
@@ -243,13 +240,11 @@ def pack(bucket: Bucket, gradients: Gradients, flat: Tensor) -> list[Tensor]:
         piece.view(parameter.shape)
         for piece, parameter in zip(pieces, bucket.parameters, strict=True)
     ]
-    targets, sources = [], []
-    for view, gradient in zip(views, gradients, strict=True):
-        if gradient is None:
-            view.zero_()
-        else:
-            targets.append(view)
-            sources.append(gradient)
-    if targets:
-        torch._foreach_copy_(targets, sources)
+    torch._foreach_copy_(views, with_zeros(bucket.parameters, gradients))
     return views
+
+
+def with_zeros(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    """The gradients of the parameters, and zeros for those that have none."""
+    pairs = zip(parameters, gradients, strict=True)
+    return [torch.zeros_like(p) if gradient is None else gradient for p, gradient in pairs]

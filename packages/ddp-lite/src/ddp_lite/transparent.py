@@ -6,6 +6,7 @@ What is set on the wrapper reaches the module too: set there alone, it would nev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -36,7 +37,13 @@ class TransparentWrapper(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in vars(self) or name == "module" or hasattr(type(self), name)
-        if own or "add_module" not in vars(self):  # before ``pass_on``
+        passing = "add_module" in vars(self)  # after ``pass_on``
+        if passing and name == "module" and {*value.parameters()} != {*self.module.parameters()}:
+            raise TypeError(
+                f"the module of a {type(self).__name__} cannot be replaced by one with other "
+                "parameters, which it would not train. Wrap the new module."
+            )
+        if own or not passing:
             super().__setattr__(name, value)
         elif hasattr(self.module, name) or isinstance(value, nn.Module | nn.Parameter):
             setattr(self.module, name, value)
@@ -74,3 +81,14 @@ def _descend(_wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: A
     for key in [key for key in state_dict if key.startswith(prefix)]:
         if not key.startswith(prefix + _PREFIX):
             state_dict[prefix + _PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
+
+
+@contextmanager
+def temporarily(owner: object, name: str, value: object) -> Iterator[None]:
+    """Sets an attribute for as long as the block runs."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

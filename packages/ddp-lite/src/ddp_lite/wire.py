@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_lite.buckets import Bucket
 from ddp_lite.ranks import asynchronous
-from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, pack
+from ddp_lite.reduce import Averager, Gradients, Reduction, Waitable, pack, with_zeros
 
 
 class Queued:
@@ -118,15 +118,12 @@ class OnWire:
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
     ) -> Reduction:
         """See ``ddp_lite.reduce.Way``."""
-        targets = [
-            torch.empty_like(parameter) if gradient is None else gradient
-            for parameter, gradient in zip(bucket.parameters, gradients, strict=True)
-        ]
+        targets = with_zeros(bucket.parameters, gradients)
         views: list[Tensor] = []
 
         def send() -> Waitable:
             flat = bucket.parameters[0].new_empty(bucket.padded_numel, dtype=self._dtype)
-            views.extend(pack(bucket, gradients, flat))
+            views.extend(pack(bucket, targets, flat))
             work = average_on_wire(flat, average)
             return Reduction((work, average(messages)), ()) if messages else work
 

@@ -1,6 +1,6 @@
 """Data-parallel training in four steps: naive, flat, overlapped, bucketed.
 
-A wrapper is three answers. ``engine.py`` does the rest.
+A wrapper is three answers; ``engine.py`` does the rest, and ``base.py`` tells of the arguments.
 
 ===============  =============================  ==========================  ======================
 wrapper          which travel together          when                        in which way
@@ -42,8 +42,6 @@ class NaiveDDP(DataParallelBase):
 
     Nothing is hidden: each all-reduce waits for the one before, and all of them for the backward
     pass. It pays the fixed cost of a collective once per parameter. It is the oracle of the others.
-
-    See ``DataParallelBase`` for the arguments.
     """
 
     _plan = staticmethod(one_per_parameter)
@@ -59,8 +57,6 @@ class FlatDDP(DataParallelBase):
     bandwidth. The price is a copy, and still nothing overlaps with the backward pass. The gradients
     become views of the flat tensor, which is allocated anew each step; while it is filled,
     gradients exist twice.
-
-    See ``DataParallelBase`` for the arguments.
     """
 
     _plan = staticmethod(one_per_kind)
@@ -75,8 +71,6 @@ class OverlapDDP(DataParallelBase):
     The backward pass of earlier layers runs meanwhile. The exposed time is that of the last
     reductions, plus the fixed cost of as many collectives as there are parameters. This is
     ``BucketedDDP`` with one parameter in each bucket.
-
-    See ``DataParallelBase`` for the arguments.
     """
 
     _plan = staticmethod(one_per_parameter)

@@ -26,15 +26,13 @@ __all__ = [
 # Names that there were, and the calls in their place.
 _BUCKETS = "ShardedOptimizer(params, optimizer_cls, bucket_size_mb=...), which plans its buckets"
 _REPLACED = {
-    "BucketPlan": _BUCKETS,
+    **dict.fromkeys(("BucketPlan", "Span", "plan_buckets"), _BUCKETS),
     "OffloadedOptimizer": "ShardedOptimizer(params, optimizer_cls, offload_state=True)",
     "WholeMatrixOptimizer": 'ShardedOptimizer(matrices, optimizer_cls, partition="whole")',
-    "Span": _BUCKETS,
     "full_optimizer_state": 'full_state(model, optimizer), whose "optimizer" it is',
     "load_checkpoint": "load(folder, optimizer=optimizer)",
     "load_full_optimizer_state": "load_full_state(state, model, optimizer)",
     "load_fully_sharded": "load(folder, model, optimizer)",
-    "plan_buckets": _BUCKETS,
     "save_checkpoint": "save(folder, optimizer=optimizer)",
     "save_fully_sharded": "save(folder, model, optimizer)",
 }

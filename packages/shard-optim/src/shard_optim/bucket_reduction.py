@@ -29,9 +29,10 @@ from torch import Tensor
 
 from ddp_lite.ranks import Ranks, start_all_reduce
 from ddp_lite.reduce import Waitable
+from ddp_lite.transparent import temporarily
 from shard_optim.buckets import Bucket
 from shard_optim.communication import Communication, check_gradient
-from shard_optim.refused_gradient import ReducedGradient
+from shard_optim.refused_gradient import PendingGradient, ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -108,6 +109,7 @@ class GradientReducer:
         self._ranks = ranks
         self._reductions: list[BucketReduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
+        self.passes = 0  # over all buckets, since the last step
         self._in_flight: deque[_Flight] = deque()
         self._bytes_in_flight = 0
         self._paused = False
@@ -134,23 +136,23 @@ class GradientReducer:
             if reducer is None or reducer._paused:
                 return
             if position in arrived:
+                reducer._heed_zero_grad()
                 reducer._finish_pass()
             arrived.add(position)
             reducer._dropped = False
             if len(arrived) == size:
                 reducer._launch_ready()
+            if len(arrived) == 1 and type(param.grad) is Tensor:  # not launched
+                param.grad = param.grad.as_subclass(PendingGradient)
 
         return on_gradient
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within it, gradients accumulate in the parameters and nothing is communicated."""
-        before, self._paused = self._paused, True
         self._was_paused = True
-        try:
+        with temporarily(self, "_paused", True):
             yield
-        finally:
-            self._paused = before
 
     def _launch_ready(self) -> None:
         """Launches complete buckets, but only in the order that all ranks share."""
@@ -161,12 +163,24 @@ class GradientReducer:
             self._launch(reduction)
             self._next += 1
 
+    def _heed_zero_grad(self) -> None:
+        """Drops what was reduced if the module's ``zero_grad()`` has removed the stand-ins."""
+        shown = [r.stand_in for r in self._reductions if r.stand_in.shown]
+        left = [type(stand_in.param.grad) is ReducedGradient for stand_in in shown]
+        if shown and not any(left):
+            self.drop()
+        elif not all(left):
+            raise RuntimeError(
+                "grad of some parameters was set to None after gradients had been reduced, which "
+                "reduce_gradients=True cannot drop apart. Drop all by zero_grad(), or freeze these."
+            )
+
     def _finish_pass(self) -> None:
         for reduction in self._reductions[self._next :]:
             self._launch(reduction)
         for reduction in self._reductions:
             reduction.arrived.clear()
-        self._next = 0
+        self._next, self.passes = 0, self.passes + 1
 
     @torch.no_grad()
     def _launch(self, reduction: BucketReduction) -> None:
@@ -212,10 +226,12 @@ class GradientReducer:
             RuntimeError: if gradients are left that no pass covered, or were dropped after a pass.
             CollectiveError: if a peer died or timed out.
         """
+        self._heed_zero_grad()
         if self._dropped and not self.active:
             raise RuntimeError(
                 "a step must use the gradients that backward has reduced, but zero_grad() dropped "
-                "them on this rank. Call zero_grad() before backward or after step(), on every rank"
+                "them, or grad was replaced, on this rank. Call zero_grad() before backward or "
+                "after step(), on every rank, and leave grad alone"
             )
         if self.active or any(r.shard is None for r in self._reductions):
             self._finish_pass()
@@ -262,11 +278,7 @@ class GradientReducer:
 
     def slices(self) -> dict[Bucket, Tensor]:
         """After ``finish``: this rank's range of each bucket's averaged gradients."""
-        found = {}
-        for reduction in self._reductions:
-            assert reduction.shard is not None
-            found[reduction.bucket] = reduction.shard
-        return found
+        return {r.bucket: r.shard for r in self._reductions if r.shard is not None}
 
     def unused(self) -> frozenset[int]:
         """After ``finish``: numbers of the parameters that had no gradient on any rank.
@@ -284,8 +296,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forgets all gradients reduced since the last step, because the user does."""
-        launched = self._in_flight or any(r.shard is not None for r in self._reductions)
-        self._dropped = bool(launched)
+        self._dropped = any(r.shard is not None for r in self._reductions) or bool(self._in_flight)
         self.discard()
 
     def discard(self) -> None:
@@ -298,7 +309,7 @@ class GradientReducer:
             reduction.present.clear()
             reduction.shard = None
             reduction.stand_in.remove()
-        self._next = 0
+        self._next = self.passes = 0
 
 
 # --- gradients that have been reduced -----------------------------------------------------
@@ -311,29 +322,35 @@ class StandIn:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
         zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self._param = param
+        self.param = param
         self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
+        self.shown = False  # between ``show`` and ``remove``
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
-        param_if_alive = weakref.ref(param)
+        self_if_alive = weakref.ref(self)
 
-        def before_gradient(_grad: Tensor) -> None:
-            param = param_if_alive()
-            if param is not None and type(param.grad) is ReducedGradient:
-                param.grad = None  # autograd would add to it
+        def before_gradient(_grads: object) -> None:
+            if (self := self_if_alive()) is not None and type(self.param.grad) is ReducedGradient:
+                self.remove()  # autograd would add to it
 
-        param.register_hook(before_gradient)
+        # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
+        self._node = torch.autograd.graph.get_gradient_edge(param).node
+        self._node.register_prehook(before_gradient)
 
     def show(self) -> None:
         """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
-        self._param.grad = self._grad
+        self.param.grad, self.shown = self._grad, True
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
-        if type(self._param.grad) is ReducedGradient:
-            self._param.grad = None
+        self.shown = False
+        if type(self.param.grad) is ReducedGradient:
+            self.param.grad = None
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
     """The parameter's own gradient, if it has one that has not been reduced."""
     grad = param.grad
+    if type(grad) is PendingGradient:
+        with torch._C.DisableTorchFunctionSubclass():
+            return grad.as_subclass(Tensor)
     return None if type(grad) is ReducedGradient else grad

@@ -346,9 +346,8 @@ class ForwardWaits:
             if waits is not None:
                 waits.check_read((param,))
 
-        for param in (
-            (p for bucket in buckets for p in bucket.params) if self._hook_gradients else ()
-        ):
+        params = (param for bucket in buckets for param in bucket.params)
+        for param in params if self._hook_gradients else ():
             param.register_post_accumulate_grad_hook(on_gradient)
 
     def started(self) -> None:

@@ -65,8 +65,9 @@ def clip_sharded_(
     filled = [grad for grad in counted if grad.numel() > 0]  # no elements, no largest magnitude
     if filled:
         with torch._C.DisableTorchFunctionSubclass():  # a GradientShard refuses its own norm
-            norms = torch._foreach_norm(filled, norm_type, dtype=torch.float32)
-        stacked = torch.stack([norm.to(device) for norm in norms])
+            wide = torch.float64 if any(g.dtype == torch.float64 for g in filled) else torch.float32
+            norms = torch._foreach_norm(filled, norm_type, dtype=wide)
+        stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])
         total = stacked.max() if largest else stacked.pow(norm_type).sum()
     if ranks.size > 1:
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM

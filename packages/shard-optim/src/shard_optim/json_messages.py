@@ -53,12 +53,8 @@ def decode(value: Any) -> Any:
         return value
     if "tensor" in value:
         data, dtype = bytearray(base64.b64decode(value["tensor"])), decode(value["dtype"])
-        flat = (
-            torch.frombuffer(data, dtype=dtype)
-            if data
-            else torch.empty(0, dtype=dtype, device="cpu")
-        )
-        return flat.view(value["shape"])
+        nothing = torch.empty(0, dtype=dtype, device="cpu")
+        return (torch.frombuffer(data, dtype=dtype) if data else nothing).view(value["shape"])
     if "torch" in value:
         constant = getattr(torch, value["torch"])
         if not isinstance(constant, _CONSTANTS):

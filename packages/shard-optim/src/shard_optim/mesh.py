@@ -178,10 +178,6 @@ def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mes
         return Mesh(group, None, ranks, device=device, owner=owner)
     resolve_group(None, before=before)
     shards, replicas = process_group.get_group(1), process_group.get_group(0)
-    return Mesh(
-        shards,
-        None if replicas.size() == 1 else replicas,
-        process_group.mesh.flatten().tolist(),
-        device=device,
-        owner=owner,
-    )
+    others = None if replicas.size() == 1 else replicas
+    everyone = process_group.mesh.flatten().tolist()
+    return Mesh(shards, others, everyone, device=device, owner=owner)

@@ -40,6 +40,7 @@ from shard_optim.origin import (
     describe,
     replaced,
     say_once,
+    settings_in,
     sharded_in,
     sharded_of,
 )
@@ -145,9 +146,7 @@ class ShardedOptimizer(Optimizer):
         self._waits: ForwardWaits | None = None
         self._collected = False
         self._steps = 0
-        make: Callable[..., Optimizer] = optimizer_cls
-        if offload_state:
-            make = offloaded(optimizer_cls)
+        make = offloaded(optimizer_cls) if offload_state else optimizer_cls
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
             make,
             partition=partition,
@@ -193,10 +192,8 @@ class ShardedOptimizer(Optimizer):
         self.ranks = self.mesh.shards
         self.process_group = self.ranks.group
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
-        self._communication = resolve_communication(communication, self.ranks)
-        self._reducer = None
-        if reduce_gradients:
-            self._reducer = GradientReducer(self._communication, self.ranks)
+        self._communication = moves = resolve_communication(communication, self.ranks)
+        self._reducer = GradientReducer(moves, self.ranks) if reduce_gradients else None
         if over is None:
             self._agree(self.param_groups)
             self._place(range(len(self.all_params())))
@@ -260,6 +257,7 @@ class ShardedOptimizer(Optimizer):
                 "each parameter may be listed once, but a group lists one twice. "
                 "Pass module.parameters(), which yields tied parameters once."
             )
+        seen = {p.data_ptr(): self.name_of(i) for i, p in enumerate(self.all_params()[:first])}
         for index, param in enumerate(params, start=first):
             if self._constructed and not self._over_shards and sharded_of(param) is not None:
                 raise ValueError(
@@ -272,7 +270,7 @@ class ShardedOptimizer(Optimizer):
                     f"parameters must be real, but got {self.name_of(index)} of {param.dtype}. "
                     "Make torch.view_as_real() of it the parameter."
                 )
-            check_layout(param, self.name_of(index))
+            check_layout(param, self.name_of(index), seen)
 
     def _agree(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raises on every rank unless all ranks describe the same optimizer."""
@@ -325,6 +323,10 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reduce_gradients()  # 1. reduce
+        if self.ranks.has_own_connections and not self._over_shards:  # where a backward compares
+            passes = 0 if self._reducer is None else self._reducer.passes
+            words = f"a step after {passes} reductions, with {settings_in(self)}"
+            self.ranks.together(words, lambda: None)
         self._collected = False
         self._steps += 1
         self.ranks.step = self._steps
@@ -433,12 +435,12 @@ class ShardedOptimizer(Optimizer):
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, reduced ones included."""
+        """Resets all gradients, reduced ones included, under ``reduce_gradients`` to None always."""
         if self._reducer is not None:
             self._reducer.drop()
         self.local.drop_gradients()
         self._collected = False
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none or self._reducer is not None)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their norm over all parameters is at most ``max_norm``.

@@ -29,10 +29,11 @@ _KEY = re.compile(r"state\.(\d{1,9})\.(?:values|(elements|tensor)\.(.+))", re.DO
 
 
 class OptimizerState:
-    """The table's rows of a ``ShardedOptimizer``, or of any optimizer over shards."""
+    """The table's rows of a ``ShardedOptimizer``, or any over shards; ``names`` are by ``id``."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str] | None = None) -> None:
         self._groups, self._defaults = optimizer.param_groups, optimizer.defaults
+        self._names = names or {}  # of the parameters in the model, if it is known
         self._cls: type[Optimizer] = getattr(optimizer, "optimizer_cls", type(optimizer))
         self._kwargs: Mapping[str, Any] = getattr(optimizer, "class_arguments", {})
         self._name_of = getattr(optimizer, "name_of", "parameter {}".format)
@@ -44,12 +45,12 @@ class OptimizerState:
 
     def header(self) -> dict[str, Any]:
         """The same for every number of ranks, and for shards as for whole parameters."""
-        params = enumerate(all_params(self._groups))
+        params = all_params(self._groups)
+        sizes = {index: place.size for index, place in self._places.items()}
         return {
             "optimizer": self._cls.__qualname__,
-            "shapes": [
-                tuple(self._places[i].size if i in self._places else p.shape) for i, p in params
-            ],
+            "names": [self._names.get(id(param)) for param in params],
+            "shapes": [tuple(sizes.get(i, param.shape)) for i, param in enumerate(params)],
             "param_groups": pack_groups(self._groups),
         }
 
@@ -123,7 +124,9 @@ class OptimizerState:
             yield f"decoupled_weight_decay of group {number}", group.get("decoupled_weight_decay")
             for position, name in enumerate(group.get("param_names", [None] * size)):
                 yield f"the name of parameter {position} of group {number}", name
-        for index, shape in enumerate(header["shapes"]):
+        names = header.get("names", [None] * len(header["shapes"]))  # old folders have none
+        for index, (name, shape) in enumerate(zip(names, header["shapes"], strict=True)):
+            yield f"the name of {self._name_of(index)}", name
             yield f"the shape of {self._name_of(index)}", tuple(shape)
 
     def problems(

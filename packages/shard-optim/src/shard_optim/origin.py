@@ -6,7 +6,8 @@ silently with other weights. Every part therefore carries its origin, a dictiona
 
 - ``rank``, ``world_size``, ``stage``: which part of how many, and of which ZeRO stage;
 - ``version``: the object and its number of steps, the same on every rank at one moment;
-- ``spans``: of each tensor the first element that the part holds, and their number.
+- ``spans``: of each tensor the first element that the part holds, and their number;
+- ``refusing``: a tensor that ``torch.distributed.checkpoint`` meets, and neither saves nor loads.
 
 Loading compares it, and the ranks compare what they found, before anything changes.
 """
@@ -17,7 +18,7 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +50,16 @@ _REMEDY = (
 _log = logging.getLogger("shard_optim")
 
 
+def refuse_part(*_: Any) -> NoReturn:
+    """What copies, pickles and ``torch.distributed.checkpoint`` call, which would lose the rest."""
+    raise TypeError(
+        "the part of one rank cannot be copied, pickled, or given to torch.distributed.checkpoint: "
+        "a FullyShardedDataParallel, its module, parameters and state_dict(), or the state_dict() "
+        f"of an optimizer in shards. {_REMEDY} Copy a module before it is wrapped. For an average "
+        "of weights (EMA), keep param.detach().clone() of the parameters on each rank."
+    )
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sharded:
     """A parameter of a ``FullyShardedDataParallel``: where it lies, and with whom."""
@@ -56,6 +67,8 @@ class Sharded:
     place: Place  # which rank holds which elements
     ranks: Mesh  # that train the model
     history: History  # of what this rank does to it
+
+    __reduce_ex__ = refuse_part
 
 
 def sharded_of(param: Tensor) -> Sharded | None:
@@ -80,13 +93,14 @@ def describe(
     ranks: Mesh, moment: int, places: Mapping[Any, Place], *, stage: int = 3
 ) -> dict[str, Any]:
     """The origin of this rank's part of tensors that lie at these places, as plain data."""
-    return {
+    origin = {
         "rank": ranks.shards.rank,
         "world_size": ranks.shards.size,
         "stage": stage,
         "version": f"{ranks.name}.{moment}",
         "spans": {key: place.span for key, place in places.items() if not place.replicated},
     }
+    return origin | ({"refusing": _FOR_DCP} if ranks.shards.size > 1 else {})
 
 
 def places_of(params: Iterable[tuple[Any, Tensor]]) -> dict[Any, Place]:
@@ -104,7 +118,7 @@ def difference(given: Any, own: Mapping[str, Any]) -> str | None:
         return "it does not say which rank's part it is"
     if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
         return f"it is the part of rank {given['rank']} of {given['world_size']}"
-    for key in sorted((set(given) & set(own)) - {"version"}):
+    for key in sorted((set(given) & set(own)) - {"version", "refusing"}):
         if key == "spans":
             theirs = given[key]
             others = [name for name in own[key] if tuple(theirs.get(name, ())) != own[key][name]]
@@ -171,20 +185,19 @@ def say_once(told: Any, what: str, ranks: Mesh) -> None:
         )
 
 
-class OwnPart(Tensor):
-    """A shard in a state dict; ``torch.distributed.checkpoint`` would load one rank's into all."""
+class OwnPart(GradientShard):
+    """A shard in a state dict, and all copies of it. What is saved to a file is ordinary."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    # A copy, and what is saved to a file, is an ordinary tensor.
-    __deepcopy__, __reduce_ex__ = GradientShard.__deepcopy__, GradientShard.__reduce_ex__
+    refused: ClassVar[Mapping[Any, str]] = {}
+    ordinary = (torch.cat, torch.stack)
+    __create_write_items__ = __create_chunk_list__ = refuse_part
 
-    def __create_write_items__(self, *_: Any) -> NoReturn:
-        raise TypeError(
-            "torch.distributed.checkpoint must be given whole tensors, but got the shards of a "
-            f"FullyShardedDataParallel, of which it would keep one rank's. {_REMEDY}"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
 
-    __create_chunk_list__ = __create_write_items__
+
+# In the origin of an optimizer's state, whose tensors themselves are ordinary.
+_FOR_DCP = torch.zeros(1, device="cpu").as_subclass(OwnPart)
 
 
 def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
@@ -315,10 +328,10 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if known.steps == 0:
         known.check_first(optimizer)
     known.steps += 1
-    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {_settings(optimizer)}")
+    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {settings_in(optimizer)}")
 
 
-def _settings(optimizer: Optimizer) -> str:
+def settings_in(optimizer: Optimizer) -> str:
     """The hyperparameters of all groups; tensors are left out, whose values may be on a GPU."""
     groups = [
         ", ".join(

@@ -15,14 +15,19 @@ from torch import Tensor
 SHARDED = "_sharded"
 
 
-def check_layout(param: Tensor, name: str) -> None:
-    """Raises ValueError unless the elements are one dense block of memory."""
+def check_layout(param: Tensor, name: str, seen: dict[int, str]) -> None:
+    """Raises ValueError unless the elements are a dense block of memory, of no tensor ``seen``."""
     if param.layout != torch.strided or not _is_dense(param):
         strides = param.stride() if param.layout == torch.strided else "none"
         raise ValueError(
-            f"a sharded parameter must occupy one dense block of memory, but {name} has layout "
+            f"parameters and buffers must occupy one dense block of memory, but {name} has layout "
             f"{param.layout}, shape {tuple(param.shape)}, strides {strides}. "
-            "Replace it by a contiguous copy first."
+            "Replace it first: by its to_dense() if it is sparse, else by a contiguous() copy."
+        )
+    if (first := seen.setdefault(param.data_ptr() or id(param), name)) != name:  # 0: no memory
+        raise ValueError(
+            f"parameters must have memory of their own, but {name} lies where {first} does, and "
+            "would be moved away from it. Tie modules by giving both one parameter."
         )
 
 

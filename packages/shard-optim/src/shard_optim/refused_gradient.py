@@ -15,8 +15,8 @@ parameter of each unit whose gradients ``update_in_backward`` has used.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 REDUCED = (
     "gradients must be read through the optimizer under reduce_gradients=True, but got {}() of a "
-    "parameter's grad, which has been reduced into shards. Call optimizer.clip_grad_norm_() "
+    "parameter's grad, which is reduced into shards. Call optimizer.clip_grad_norm_() "
     "instead of torch.nn.utils.clip_grad_norm_(), shard_optim.ShardedGradScaler instead of "
     "torch.amp.GradScaler, or read optimizer.local_gradients()."
 )
@@ -82,33 +82,30 @@ _ORDINARY = {
 class GradientShard(Tensor):
     """A rank's shard of a gradient. All but the functions that it refuses work as on any tensor."""
 
+    refused: ClassVar[Mapping[Any, str]] = _REFUSED  # functions, and what to do instead
+    ordinary: ClassVar[Collection[Any]] = _ORDINARY  # whose results are ordinary tensors
+
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls the function; a new tensor that it makes of the shard refuses as much.
 
         Raises:
             RuntimeError: if it needs the shards of all ranks.
         """
-        if func in _REFUSED:
+        if func in cls.refused:
             raise RuntimeError(
                 f"{func.__name__}() must be given whole gradients, but got this rank's shards of "
-                f"a FullyShardedDataParallel's. {_REFUSED[func]}"
+                f"a FullyShardedDataParallel's. {cls.refused[func]}"
             )
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if (
                 type(result) is Tensor
-                and func not in _ORDINARY
+                and func not in cls.ordinary
                 and not any(result is given for given in (*args, kwargs.get("out")))
             ):
-                return result.as_subclass(GradientShard)
+                return result.as_subclass(cls)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -117,7 +114,8 @@ class GradientShard(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """So is what is saved to a file."""
-        return self.detach().__reduce_ex__(protocol)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
 
 
 class ReducedGradient(GradientShard):
@@ -126,13 +124,7 @@ class ReducedGradient(GradientShard):
     refusal = REDUCED  # the error's text, with {} for the name of a function
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Allows attributes such as ``shape``, and tracing by a compiler; refuses operations."""
         compiling = CompileContext.current_compile_id() is not None
         if compiling or getattr(func, "__name__", None) == "__get__":
@@ -140,3 +132,7 @@ class ReducedGradient(GradientShard):
         given = pytree.tree_leaves((args, kwargs))
         refusal = next(each.refusal for each in given if isinstance(each, ReducedGradient))
         raise RuntimeError(refusal.format(getattr(func, "__name__", func)))
+
+
+class PendingGradient(ReducedGradient):
+    """A gradient that waits for its reduction: its values are this rank's own."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class FusedShard:
     group: int  # number of their parameter group
     base: Tensor  # their elements inside the bucket
     tensor: Tensor  # what the optimizer updates: ``base`` itself, or a master copy of it
+    versions: list[int] = field(default_factory=list)  # of the parameters when last looked at
 
     @property
     def begin(self) -> int:
@@ -61,6 +62,14 @@ class FusedShard:
         if len(self.shards) == 1:
             return [self.tensor]
         return list(self.tensor.split([shard.view.numel() for shard in self.shards]))
+
+    def follow_parameters(self) -> None:
+        """Takes into the master copy what has been written into the parameters by others."""
+        versions = [shard.param._version for shard in self.shards]  # the gather leaves them alone
+        if versions != self.versions:
+            self.versions = versions
+            rounded = self.tensor.to(self.base.dtype)
+            self.tensor.copy_(torch.where(rounded == self.base, self.tensor, self.base))
 
     def give_gradient(self, grad: Tensor) -> None:
         """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
@@ -145,13 +154,11 @@ def fuse_shards(
     fused = []
     for shards in gathered:
         first, length = shards[0], sum(shard.view.numel() for shard in shards)
-        base = first.view
+        base, group = first.view, group_of[first.index]
         if len(shards) > 1:
             base = bucket.owned.narrow(0, first.begin, length)
         tensor = base if master_dtype is None else base.to(master_dtype)
-        fused.append(
-            FusedShard(shards=shards, group=group_of[first.index], base=base, tensor=tensor)
-        )
+        fused.append(FusedShard(shards=shards, group=group, base=base, tensor=tensor))
     return fused
 
 
@@ -254,6 +261,9 @@ class LocalOptimizer:
             optimizer = step_group.optimizer
             for group, local in zip(groups, optimizer.param_groups, strict=False):
                 local.update(settings_of(group))
+            mastered = [fused for fused in step_group.all_fused() if fused.has_master]
+            for fused in mastered:
+                fused.follow_parameters()
             optimizer.step(**kwargs)
             for number, local in enumerate(optimizer.param_groups):
                 if local["params"] or not changed[number]:
@@ -262,7 +272,6 @@ class LocalOptimizer:
                 step_group.checked = True
                 for fused in step_group.all_fused():
                     check_elementwise_state(optimizer, fused.tensor)
-            mastered = [fused for fused in step_group.all_fused() if fused.has_master]
             if mastered:  # updated, and rounded into the parameters
                 torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused

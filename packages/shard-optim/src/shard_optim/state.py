@@ -249,7 +249,7 @@ class _Table:
             self.parts["model"] = _ModelState(module)
         if optimizer is None:
             return
-        known = None if model is None else {id(param) for param in model.parameters()}
+        known = None if model is None else {id(p): n for n, p in module.named_parameters()}
         params = all_params(optimizer.param_groups)
         if known is not None and (foreign := [p for p in params if id(p) not in known]):
             raise ValueError(
@@ -258,7 +258,7 @@ class _Table:
             )
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
-        self.parts["optimizer"] = OptimizerState(optimizer)
+        self.parts["optimizer"] = OptimizerState(optimizer, known)
 
     @cached_property
     def own(self) -> tuple[dict[str, Row], dict[str, Any]]:

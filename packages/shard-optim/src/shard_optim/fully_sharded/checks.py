@@ -9,12 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from ddp_lite.grad_hooks import refuse_averaged_parameters
 from shard_optim.fully_sharded.meta import is_on_meta
 from shard_optim.fully_sharded.schedule import UnitCall
 from shard_optim.mesh import Mesh
+from shard_optim.place import check_layout
 
 _REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float64)
 
@@ -42,12 +45,10 @@ def check_settings(
             "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
             f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
         )
-    for name, value, why in (
-        ("reshard_after_forward", reshard_after_forward, "to keep weights until backward"),
-        ("cast_inputs", cast_inputs, "for inputs that must keep their dtype"),
-    ):
+    choices = {"reshard_after_forward": reshard_after_forward, "cast_inputs": cast_inputs}
+    for name, value in choices.items():
         if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, but got {value!r}. Pass False {why}.")
+            raise TypeError(f"{name} must be True or False, but got {value!r}. Leave it out.")
     if prefetch is True or prefetch not in (1, 2):
         raise ValueError(f"prefetch must be 1 or 2, but got {prefetch!r}. Pass prefetch=1.")
 
@@ -67,11 +68,10 @@ def check_background_group(group: Any, ranks: Mesh) -> None:
             f"background_group must be a process group, but got {group!r}. Pass "
             'torch.distributed.new_group(backend="gloo"), called on every rank.'
         )
-    if dist.get_process_group_ranks(group) != ranks.everyone:
+    if (held := dist.get_process_group_ranks(group)) != ranks.everyone:
         raise ValueError(
             "background_group must hold the ranks of the model's group or mesh, in their order "
-            f"({ranks.everyone}), but got "
-            f"{dist.get_process_group_ranks(group)}. Make a new gloo group of those ranks."
+            f"({ranks.everyone}), but got {held}. Make a new gloo group of those ranks."
         )
     if any(group is level.group for level in ranks.levels):
         raise ValueError(
@@ -84,7 +84,7 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
     """Refuses what cannot be wrapped.
 
     Raises:
-        TypeError: if it is not a module.
+        TypeError: if it is not a module, or another wrapper averages one of its parameters.
         ValueError: if it is wrapped already, an optimizer holds its parameters, or one of these has
             no shape yet or is not floating-point.
     """
@@ -93,11 +93,13 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
             f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass the model."
         )
     for name, child in module.named_modules():
-        if isinstance(child._compiled_call_impl, UnitCall) or isinstance(child, wrapper):
+        known = isinstance(child, (wrapper, DistributedDataParallel))
+        if known or isinstance(child._compiled_call_impl, UnitCall):
             raise ValueError(
-                f"module must not be wrapped already, but got {name or 'the root'!r} sharded. "
-                "Wrap the outermost module only, and once."
+                f"module must not be wrapped already, but got {name or 'the root'!r} averaged or "
+                "sharded. Wrap the outermost module only, and once."
             )
+    refuse_averaged_parameters(module)
     for name, param in module.named_parameters():
         if is_lazy(param):
             raise ValueError(
@@ -109,6 +111,9 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"parameters must be floating-point, or frozen integers, but got {name} of "
                 f"{param.dtype}. Register it as a buffer."
             )
+    seen: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        check_layout(tensor, name, seen if isinstance(tensor, nn.Parameter) else {})
     owned = {id(param) for param in module.parameters()}
     found = _optimizers_of(owned)
     if found:

@@ -16,12 +16,6 @@ from torch import Tensor
 from shard_optim.refused_gradient import ReducedGradient
 
 
-def register_own(param: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Registers a hook that autograd calls at once."""
-    hook.runs_in_backward = True  # type: ignore[attr-defined]
-    param.register_post_accumulate_grad_hook(hook)
-
-
 def defer(params: Iterable[Tensor], model: object) -> None:
     """Before the first gradient of a backward: from here on their other hooks wait.
 

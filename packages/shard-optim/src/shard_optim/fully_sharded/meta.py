@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bool) -> None:
@@ -44,5 +44,4 @@ def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bo
 
 def is_on_meta(root: nn.Module) -> bool:
     """Whether any parameter or buffer has no memory."""
-    tensors: list[Tensor] = [*root.parameters(), *root.buffers()]
-    return any(tensor.is_meta for tensor in tensors)
+    return any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers()))

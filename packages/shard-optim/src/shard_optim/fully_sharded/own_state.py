@@ -21,13 +21,11 @@ from shard_optim.origin import (
     check_loaded,
     describe,
     places_of,
+    refuse_part,
     say_once,
     sharded_of,
 )
 from shard_optim.place import flat_slice
-
-# Elements of each whole tensor that are looked at when ranks compare what they load.
-_SAMPLED = 256
 
 
 def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
@@ -77,14 +75,15 @@ def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) ->
     for each in root.modules():
         places = places_of(each.named_parameters()).values()
         if each is root or not all(place.replicated for place in places):
+            vars(each)["__reduce_ex__"] = refuse_part  # for deepcopy() and pickle, as of a class
             each.register_state_dict_post_hook(add_origin)
             each.register_load_state_dict_pre_hook(before_load)
 
 
 def _fingerprint(state_dict: Mapping[str, Any]) -> str:
-    """The same for two ranks that load the same whole state, as far as samples show."""
+    """The same for two ranks that load the same whole state, as far as some 256 samples show."""
     samples = [
-        (name, value.detach().reshape(-1)[:: max(1, value.numel() // _SAMPLED)].tolist())
+        (name, value.detach().reshape(-1)[:: max(1, value.numel() // 256)].tolist())
         for name, value in state_dict.items()
         if isinstance(value, Tensor) and not value.is_meta
     ]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_lite.ranks import all_reduce
+from ddp_lite.reduce import with_zeros
 from shard_optim.communication import check_gradient
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import is_quantised
@@ -122,10 +123,7 @@ class ReplicatedParameters:
             check_gradient(grad, name)
             given.append(grad)
             flags.append(grad is not None or not param.requires_grad)
-        grads = [
-            torch.zeros_like(param) if grad is None else grad
-            for param, grad in zip(self.params, given, strict=True)
-        ]
+        grads = with_zeros(self.params, given)
         if all(flags):
             present_flags = torch.ones(len(flags), dtype=self._dtype, device=self._device)
         else:

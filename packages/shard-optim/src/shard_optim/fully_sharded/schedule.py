@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_lite.grad_hooks import tensors_in
 from shard_optim.communication import CollectiveError
-from shard_optim.fully_sharded.deferred_hooks import defer, register_own, run_deferred
+from shard_optim.fully_sharded.deferred_hooks import defer, run_deferred
 from shard_optim.fully_sharded.replicated import ReplicatedParameters
 from shard_optim.fully_sharded.structure import agree_on_trainable
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
@@ -170,7 +170,8 @@ class Schedule:
         else:
             for unit in call.units:
                 self._called[unit] = None
-                unit.expect_gradients()
+                unit.expected = len(unit.trainable_positions())
+                unit.arrived.clear()
                 if unit.expected != len(unit.hooked):
                     self._hook_gradients(unit)
                 self._gather(unit)
@@ -248,7 +249,8 @@ class Schedule:
                     if len(unit.arrived) == unit.expected:
                         schedule._launch_complete(unit)
 
-            register_own(param, on_gradient)
+            on_gradient.runs_in_backward = True  # type: ignore[attr-defined] # see ``defer``
+            param.register_post_accumulate_grad_hook(on_gradient)
 
     def before_backward_of(self, units: Sequence[Unit]) -> None:
         """Gathers the units of one call, and those that backward needs next."""
@@ -288,7 +290,7 @@ class Schedule:
         defer(self._params, self)
         kept = self.replicated.gradients.begin()
         self.replicated.materialize()
-        self._queue = [unit for unit in self._reduction_order() if unit.trainable]
+        self._queue = [unit for unit in self._reduction_order() if unit.trainable_positions()]
         self._next = 0
         for unit in self._queue:
             kept += unit.gradients.begin()
@@ -455,7 +457,7 @@ def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
     known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
     leaves = pytree.tree_leaves(outputs)
     hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]
-    needs_weights = any(unit.trainable for unit in call.units) or any(
+    needs_weights = any(unit.trainable_positions() for unit in call.units) or any(
         tensor.requires_grad for tensor in tensors_in(inputs)
     )
     if hidden and needs_weights:

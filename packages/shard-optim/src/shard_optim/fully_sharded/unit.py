@@ -352,19 +352,9 @@ class Unit:
 
     # --- gradients ---------------------------------------------------------------------------
 
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter requires gradients."""
-        return any(param.requires_grad for param in self.params)
-
     def trainable_positions(self) -> list[int]:
         """Positions of the parameters that require gradients."""
         return [position for position, param in enumerate(self.params) if param.requires_grad]
-
-    def expect_gradients(self) -> None:
-        """Counts the gradients that a backward pass will make; nothing has arrived yet."""
-        self.expected = len(self.trainable_positions())
-        self.arrived.clear()
 
     def launch_reduction(self) -> tuple[UnitReduction, list[int]]:
         """Starts averaging the gradients; those that did not arrive count as zeros.
@@ -411,11 +401,10 @@ class Unit:
     def _whole_gradient(self, position: int, grad: Tensor | None) -> Tensor:
         """The gradient as a vector that divides evenly over the ranks."""
         cut = self.cuts[position]
+        padded = cut.chunk * self.ranks.size
         if grad is None:
-            return torch.zeros(
-                cut.chunk * self.ranks.size, dtype=self.gather_dtype, device=self.device
-            )
+            return torch.zeros(padded, dtype=self.gather_dtype, device=self.device)
         check_gradient(grad, self.names[position])
         flat = in_memory_order(grad, self.whole_views[position])
-        padding = cut.chunk * self.ranks.size - cut.numel
+        padding = padded - cut.numel
         return torch.nn.functional.pad(flat, (0, padding)) if padding else flat

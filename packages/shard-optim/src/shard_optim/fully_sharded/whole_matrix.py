@@ -88,7 +88,7 @@ class WholeMatrices(OwnShards):
             self._ranks = found.ranks.shards
             chunk = -(-found.place.size.numel() // self._ranks.size)
             self._matrices[param] = _Matrix(param=param, place=found.place, chunk=chunk)
-        matrices = list(self._matrices.values())
+        self._by_name = matrices = sorted(self._matrices.values(), key=lambda m: m.place.name)
         costs = [orthogonalization_cost(matrix.place.size) for matrix in matrices]
         self._owned = assign_owners(costs, [0] * self._ranks.size)
         for rank, positions in enumerate(self._owned):
@@ -142,7 +142,7 @@ class WholeMatrices(OwnShards):
 
     def _rounds(self) -> list[list[_Matrix | None]]:
         """For every round the matrix that each rank owns in it, or None."""
-        matrices = list(self._matrices.values())
+        matrices = self._by_name  # the order of groups may be another one on another rank
         owned = [
             [matrices[p] for p in positions if matrices[p].param.grad is not None]
             for positions in self._owned

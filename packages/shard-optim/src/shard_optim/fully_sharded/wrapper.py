@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ddp_lite.transparent import TransparentWrapper
+from ddp_lite.transparent import TransparentWrapper, temporarily
 from shard_optim.communication import Communication, PeerCopy, resolve_communication
 from shard_optim.fully_sharded.checks import check_module, check_settings, device_of
 from shard_optim.fully_sharded.meta import is_on_meta, materialize
@@ -31,8 +31,8 @@ from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.fully_sharded.update_in_backward import UpdateInBackward
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
-from shard_optim.origin import Sharded, replaced, watch_optimizers
-from shard_optim.place import SHARDED, check_layout, replicated_place
+from shard_optim.origin import Sharded, refuse_part, replaced, watch_optimizers
+from shard_optim.place import SHARDED, replicated_place
 from shard_optim.refused_gradient import USED
 
 _COMPILE_UNITS = (
@@ -257,19 +257,14 @@ class FullyShardedDataParallel(TransparentWrapper):
         """
         self.schedule.finish()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Within it, backward keeps whole gradients on this rank and communicates none.
 
         For gradient accumulation at the price of memory: the first backward outside it reduces
         the sum. Until then ``.grad`` refuses to be used; ``zero_grad()`` drops what was kept.
         Without it, every backward adds to the shards in ``.grad``.
         """
-        before, self.schedule.paused = self.schedule.paused, True
-        try:
-            yield
-        finally:
-            self.schedule.paused = before
+        return temporarily(self.schedule, "paused", True)
 
     def update_in_backward(self, optimizer: Optimizer) -> None:
         """From now on, ``optimizer`` updates each unit as soon as its gradients are averaged.
@@ -310,16 +305,8 @@ class FullyShardedDataParallel(TransparentWrapper):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over the whole gradients. Every rank calls it.
 
-        Args:
-            max_norm: largest norm allowed.
-            norm_type: p of the p-norm; ``inf`` for the largest magnitude.
-
-        Returns:
-            The norm before clipping, fp32, shape (), equal on all ranks.
-
-        Raises:
-            ValueError: for a negative ``max_norm``, or a norm type that is not positive.
-            RuntimeError: after ``update_in_backward``.
+        Arguments, result and errors are those of ``ShardedOptimizer.clip_grad_norm_``; after
+        ``update_in_backward`` it raises a RuntimeError.
         """
         if self.schedule.updates is not None:
             raise RuntimeError(USED.format("clip_grad_norm_"))
@@ -413,16 +400,17 @@ class FullyShardedDataParallel(TransparentWrapper):
             places += zip(unit.params, unit.places, strict=True)
         for param, place in places:
             where = Sharded(place=place, ranks=self.ranks, history=self.schedule.history)
-            setattr(param, SHARDED, where)
+            vars(param).update({SHARDED: where, "averaged_by": type(self).__name__})
+            if not place.replicated and self.ranks.shards.size > 1:
+                names = ("__create_write_items__", "__create_chunk_list__")  # which OwnPart has
+                vars(param).update(dict.fromkeys(names, refuse_part))
         watch_optimizers()
 
     @torch.no_grad()
     def _broadcast(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Makes all ranks' tensors equal to the first rank's."""
         for name, tensor in tensors:
-            values = tensor.detach()
-            check_layout(values, name)
-            self.ranks.broadcast(f"the broadcast of {name}", values)
+            self.ranks.broadcast(f"the broadcast of {name}", tensor.detach())
 
     def _replace_calls(self, plans: list[UnitPlan]) -> dict[nn.Module, UnitCall]:
         """Replaces the units' calls, as ``module.compile()`` does, instead of using hooks.
@@ -443,6 +431,8 @@ class FullyShardedDataParallel(TransparentWrapper):
     def compile(self, *_: Any, **__: Any) -> NoReturn:
         """Raises RuntimeError: units are compiled, before they are wrapped."""
         raise RuntimeError(_COMPILE_UNITS.format("compile() of the"))
+
+    __reduce_ex__ = refuse_part  # type: ignore[assignment]
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
