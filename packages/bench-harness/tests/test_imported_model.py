@@ -155,6 +155,29 @@ def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> N
     assert all(row["weight_error"] < 1e-2 for row in rows[1:])
 
 
+def test_ranks_train_a_model_whose_first_parameter_is_frozen_and_whose_loss_is_zero(
+    bench: Bench, models: Path
+) -> None:
+    (models / "frozen.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))\n"
+        "    module[0].weight.requires_grad_(False)\n"
+        "    for parameter in module[1].parameters():\n"
+        "        nn.init.zeros_(parameter)\n"
+        "    return module\n"
+    )
+    done = bench(
+        *("train-step", "--model", "frozen:build", "--input", "float32[4x8]", "--device", "cpu"),
+        *("--rounds", "1", "--blocks", "2", "--calls", "1", "--warmup", "1", "--interval", "0"),
+        *("--variants", "naive,bucketed", "--output", "out"),
+    )
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (models / "out/results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert all(row["losses"][0] == 0 for row in rows)
+
+
 def test_a_model_with_sharded_blocks_is_found_by_its_longest_list() -> None:
     from bench_harness.training.adapters import blocks_of
 

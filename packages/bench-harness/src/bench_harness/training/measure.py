@@ -9,6 +9,7 @@ keeps the losses of its first steps, which all variants must share.
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -323,27 +324,26 @@ def _optimizer_alone(steps: Training, row: Row) -> None:
 
 
 def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
-    """Excludes variants whose first losses differ from those of the first one with their optimizer.
+    """Excludes variants whose first losses are not finite, or not those of the first one with their
+    optimizer.
 
     At full size and in their own precision; the small model has proven them before.
     """
     first: dict[Call, tuple[of.Settings, Row]] = {}
     for variant, row in zip(variants, rows, strict=True):
-        averaged = variant.communicates or dist.get_world_size() == 1
-        if "ended" in row or not averaged or variant.rounds:
+        if "ended" in row:
             continue
-        other, known = first.setdefault(variant.without_communication().optimizer, (variant, row))
-        limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))
-        error = max(
-            abs(found - wanted) / abs(wanted)
-            for found, wanted in zip(row["losses"], known["losses"], strict=True)
-        )
-        if not error <= limit:
-            row["ended"] = {
-                "status": "error",
-                "error": f"the first losses must be those of {known['variant']} within {limit:g} "
-                f"of their size, but got {row['losses']} against {known['losses']}",
-            }
+        other, known, must = variant, row, "be finite"
+        if all(map(math.isfinite, row["losses"])):
+            if (variant.communicates or dist.get_world_size() == 1) and not variant.rounds:
+                optimizer = variant.without_communication().optimizer
+                other, known = first.setdefault(optimizer, (variant, row))
+            limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))
+            if proof.relative_error(row["losses"], known["losses"]) <= limit:
+                continue
+            must = f"be those of {known['variant']}, {known['losses']}, within {limit:g}"
+        error = f"the first losses must {must}, but got {row.pop('losses')}"
+        row["ended"] = {"status": "error", "error": error}
 
 
 def _profile(steps: Training, path: Path) -> Row:
