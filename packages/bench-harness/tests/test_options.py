@@ -78,6 +78,21 @@ def test_a_measurement_of_nothing_is_refused(name: str) -> None:
             options.build(experiments.get("allreduce"), given)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("model", "warmups"),
+        ("train-step", "warmup"),
+        ("attention", "interval"),
+        ("allreduce", "max_seconds"),
+    ],
+)
+def test_less_than_nothing_is_refused(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: {option} must be 0 or more, but got .*-1"):
+        options.build(experiments.get(name), {option: -1})
+    assert options.build(experiments.get(name), {option: 0})[option] in (0, (0,), 0.0)
+
+
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
     parameters = {each.name: each for each in options.parameters(toy)}
     assert list(parameters) == ["kinds", "repeats", "seconds", "note", "flag", "broken_report"]
@@ -138,6 +153,7 @@ def test_quick_runs_every_experiment() -> None:
 def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """By calculation within 90 seconds, and two GPUs compare wrappers with torch DDP."""
     on_cpu = options.load_preset("quick").cases()
+    monkeypatch.setattr(environment, "busy", lambda: 1.0)
     for module in (environment, options, distributed):
         monkeypatch.setattr(module, "gpu_count", lambda: 2)
     cases = {case.experiment: case for case in options.load_preset("quick").cases()}

@@ -273,7 +273,7 @@ def _compare(
     )
     failures = [] if gate is None else gate.failures(found)
     if page is not None:
-        replace_file(page, comparison.page(found, None if gate is None else failures).encode())
+        replace_file(page, comparison.page(found, None if gate is None else failures))
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
@@ -324,8 +324,7 @@ def _trace(
     if page is not None:
         lines = timelines({each["recording"]: each["timeline"] for each in found})
         title = ", ".join(lines)
-        text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
-        replace_file(page, text.encode())
+        replace_file(page, rendered("trace.html.jinja", title=title, lines=lines, tables=tables))
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))
     else:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Options of which nothing, or less, is no measurement.
 _COUNTS = "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes"
+#: Options that may be 0.
+_SPANS = "warmup warmups interval max_seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +43,12 @@ class DeviceOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in _COUNTS.split():
-            held = getattr(self, name, ())
-            if min(held if isinstance(held, tuple) else (held,), default=1) <= 0:
-                raise ValueError(f"{name} must be positive, but got {held}. Raise it.")
+        for least, names in (("positive", _COUNTS), ("0 or more", _SPANS)):
+            for name in names.split():
+                held = getattr(self, name, ())
+                smallest = min(held if isinstance(held, tuple) else (held,), default=1)
+                if smallest < 0 or (smallest == 0 and names is _COUNTS):
+                    raise ValueError(f"{name} must be {least}, but got {held}. Raise it.")
 
     def stored(self, names: str) -> Row:
         """Options, by names with spaces between, as a case keeps them, and the device there is."""
