@@ -156,6 +156,8 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
             "must be a run folder, but got nowhere, which has no results.jsonl",
         ),
         (["compare", "a", "b"], "RUN must be a run folder, but got a,"),
+        (["compare", "a", "b", "--page", "file"], "--page must be a file NAME.html, but got file."),
+        (["trace", "file", "--page", "file"], "--page must be a file NAME.html, but got file. Add"),
         (["preset", "quik"], "assignment, attention, memory, "),
         (
             ["toy", "--output", "file/run"],

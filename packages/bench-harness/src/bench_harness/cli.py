@@ -39,9 +39,23 @@ PresetOrFile: TypeAlias = Annotated[
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
 _Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
+
+
+def _page_file(path: Path | None) -> Path | None:
+    """Refuses to write a page over rows or a recording."""
+    if path is not None and path.suffix != ".html":
+        raise ValueError(f"--page must be a file NAME.html, but got {path}. Add .html.")
+    return path
+
+
 PageFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--page", help="Also write a page with timelines (HTML).", show_default=False),
+    typer.Option(
+        "--page",
+        callback=_page_file,
+        help="Also write a page with timelines (NAME.html).",
+        show_default=False,
+    ),
 ]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
