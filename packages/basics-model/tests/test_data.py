@@ -70,13 +70,11 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     empty.touch()
     with pytest.raises(
         ValueError,
-        match=r"empty\.txt must be a whole number of uint8 values, but got .* empty file",
+        match=r"empty\.txt must be a whole number of uint8 values",
     ):
         open_tokens(empty)
     empty.write_bytes(b"abc")
-    with pytest.raises(
-        ValueError, match="must be a whole number of uint16 values, but got .* not a multiple"
-    ):
+    with pytest.raises(ValueError, match="must be a whole number of uint16 values"):
         open_tokens(empty, "uint16")
     square, real = tmp_path / "square.npy", tmp_path / "real.npy"
     np.save(square, np.zeros((2, 2), np.int64))
