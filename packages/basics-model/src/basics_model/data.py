@@ -67,7 +67,7 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
     what = "a whole .npy file" if path.suffix == ".npy" else f"a whole number of {kind.name} values"
     with (
         path.open("rb"),  # what the system refuses is no damage
-        refusing_damage(path, what, "Write it with numpy.save."),
+        refusing_damage(path, what, "Write the file again."),
     ):
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")

@@ -39,23 +39,9 @@ PresetOrFile: TypeAlias = Annotated[
 ]
 #: Name of a run, its cases, the options of each experiment, and the preset as typed, if any.
 _Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
-
-
-def _page_file(path: Path | None) -> Path | None:
-    """Refuses to write a page over rows or a recording."""
-    if path is not None and path.suffix != ".html":
-        raise ValueError(f"--page must be a file NAME.html, but got {path}. Add .html.")
-    return path
-
-
 PageFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option(
-        "--page",
-        callback=_page_file,
-        help="Also write a page with timelines (NAME.html).",
-        show_default=False,
-    ),
+    typer.Option("--page", help="Also write a page with timelines, NAME.html.", show_default=False),
 ]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
@@ -287,7 +273,7 @@ def _compare(
     )
     failures = [] if gate is None else gate.failures(found)
     if page is not None:
-        replace_file(page, comparison.page(found, None if gate is None else failures))
+        _write_page(page, comparison.page(found, None if gate is None else failures))
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
@@ -295,6 +281,13 @@ def _compare(
     else:
         terminal.comparisons(found, Console(), None if gate is None else failures)
     return FAILED if failures else 0
+
+
+def _write_page(page: Path, text: str) -> None:
+    """Writes a page, but not over rows or a recording."""
+    if page.suffix != ".html":
+        raise ValueError(f"--page must be a file NAME.html, but got {page}. Add .html.")
+    replace_file(page, text)
 
 
 def _serve(run: RunFolder) -> int:
@@ -338,7 +331,7 @@ def _trace(
     if page is not None:
         lines = timelines({each["recording"]: each["timeline"] for each in found})
         title = ", ".join(lines)
-        replace_file(page, rendered("trace.html.jinja", title=title, lines=lines, tables=tables))
+        _write_page(page, rendered("trace.html.jinja", title=title, lines=lines, tables=tables))
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))
     else:

@@ -31,7 +31,7 @@ import psutil
 
 from bench_harness import process
 from bench_harness.convert import cut
-from bench_harness.core import Case, JsonValue, Row
+from bench_harness.core import Case, Config, JsonValue, Row
 from bench_harness.workload import DIMENSIONS, Workload, imported, language_model, missing_package
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def imported_module(
-    subject: Mapping[str, Any],
+    subject: Config,
     device: torch.device,
     precision: str,
     *,
@@ -285,7 +285,7 @@ def imported_module(
     )
 
 
-def _loss(subject: Mapping[str, Any], device: torch.device) -> Callable[[Any], Tensor]:
+def _loss(subject: Config, device: torch.device) -> Callable[[Any], Tensor]:
     """From the module's output to a scalar: the user's function, or :func:`scalar_loss`."""
     if subject.get("loss") is None:
         return scalar_loss
@@ -307,7 +307,7 @@ def _loss(subject: Mapping[str, Any], device: torch.device) -> Callable[[Any], T
     return loss
 
 
-def fitting(subject: Mapping[str, Any], device: torch.device) -> int:
+def fitting(subject: Config, device: torch.device) -> int:
     """The number of parameters of a subject, whose input has passed through it once.
 
     It passes as tensors without memory where the module allows, so a mistake costs no time.
@@ -429,7 +429,7 @@ def scalar_loss(output: Any) -> Tensor:
 
 
 def workload_of(
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device,
     *,
     precision: str,

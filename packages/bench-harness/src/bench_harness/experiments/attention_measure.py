@@ -32,7 +32,7 @@ from bench_harness.attentions import (
     naive,
     stores_scores,
 )
-from bench_harness.core import CaseSkipped, Row
+from bench_harness.core import CaseSkipped, Config, Progress, Row
 from bench_harness.roofline import attention_flops
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
 from bench_harness.workload import ran
@@ -439,9 +439,7 @@ def _saved_bytes(
     return sum(storages.values())
 
 
-def time_in_turns(
-    everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
-) -> None:
+def time_in_turns(everyone: Sequence[Attempts], config: Config, progress: Progress) -> None:
     """Times the passes of all implementations on some problems in turns."""
     rounds = config["rounds"]
     least = -(-config["samples"] // rounds)
@@ -553,10 +551,7 @@ def timer_overhead_ms(clock: str, device: torch.device) -> float:
 
 
 def measured(
-    group: Sequence[Problem],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
+    group: Sequence[Problem], config: Config, device: torch.device, progress: Progress
 ) -> list[Row]:
     """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
     everyone = [Attempts(config["variants"], problem, device) for problem in group]
@@ -583,10 +578,7 @@ def measured(
 
 
 def measured_over_lengths(
-    problems: Sequence[Problem],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
+    problems: Sequence[Problem], config: Config, device: torch.device, progress: Progress
 ) -> list[Row]:
     """Times calls of many lengths one after another, with the host: a row per variant and pass.
 

@@ -14,11 +14,21 @@ from __future__ import annotations
 
 import abc
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option, plural, registered
+from bench_harness.core import (
+    Case,
+    Config,
+    Figure,
+    Progress,
+    Row,
+    Table,
+    option,
+    plural,
+    registered,
+)
 from bench_harness.environment import gpu_count, resolve_device
 from bench_harness.traces import nsight
 from bench_harness.workload import DIMENSIONS, too_large
@@ -123,7 +133,7 @@ class SubjectOptions(DeviceOptions):
         ]
 
 
-def subject_label(subject: Mapping[str, Any], *, batch: bool = True) -> str:
+def subject_label(subject: Config, *, batch: bool = True) -> str:
     """A subject's part of a case's label."""
     if "model" in subject:
         arguments = subject.get("model_args") or {}
@@ -165,7 +175,7 @@ class Experiment(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Measures one case, in a process of its own, and returns one row per variant.
 
         A row holds the measurement (``variant``, ``samples_ms``, ...); the runner adds what

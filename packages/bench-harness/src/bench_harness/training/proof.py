@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from bench_harness.core import Row
+from bench_harness.core import Config, Row
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
 from bench_harness.training.constructors import Call
@@ -64,7 +64,7 @@ class Trained:
     after: dict[str, Tensor]
 
 
-def small(config: Mapping[str, Any]) -> dict[str, Any]:
+def small(config: Config) -> dict[str, Any]:
     """The configuration of the proof: a small language model, or the case's own other model."""
     return dict(config) if config.get("model") is not None else {**config, **_SMALL}
 
@@ -76,9 +76,7 @@ def steps_of(variant: of.Settings) -> int:
     return max(STEPS, variant.steps_before_recording + REPLAYS)
 
 
-def definition(
-    optimizer: Call, config: Mapping[str, Any], device: torch.device, *, steps: int
-) -> Trained:
+def definition(optimizer: Call, config: Config, device: torch.device, *, steps: int) -> Trained:
     """Trains by the definition: gradients averaged one by one, an unsharded optimizer."""
     plain = of.Settings(optimizer=optimizer)
     with training(plain, small(config), device) as made:
@@ -97,7 +95,7 @@ def definition(
 
 
 def disagreement(
-    variant: of.Settings, expected: Trained, config: Mapping[str, Any], device: torch.device
+    variant: of.Settings, expected: Trained, config: Config, device: torch.device
 ) -> tuple[str | None, Row]:
     """What is wrong with a variant's losses and weights, and the largest errors found.
 
