@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench_harness import experiments
+from bench_harness import cli, experiments
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 HEAVY = {"torch", "pandas", "matplotlib", "scipy", "numpy", "rich.console", "psutil"}
@@ -156,8 +156,6 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
             "must be a run folder, but got nowhere, which has no results.jsonl",
         ),
         (["compare", "a", "b"], "RUN must be a run folder, but got a,"),
-        (["compare", "a", "b", "--page", "file"], "--page must be a file NAME.html, but got file."),
-        (["trace", "file", "--page", "file"], "--page must be a file NAME.html, but got file. Add"),
         (["preset", "quik"], "assignment, attention, memory, "),
         (
             ["toy", "--output", "file/run"],
@@ -349,6 +347,18 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(
             ["bash", "-c", line], env=environment, cwd=tmp_path, capture_output=True, text=True
         )
         assert (done.returncode, done.stderr) == (code, error), options
+
+
+def test_a_page_is_not_written_over_rows(bench: Bench, tmp_path: Path) -> None:
+    assert bench("toy", "--output", "a").returncode == 0
+    before = (tmp_path / "a/results.jsonl").read_bytes()
+    for page in ("a/results.jsonl", "a"):
+        done = bench("compare", "a", "a", "--page", page)
+        message = f"bench-harness: --page must be a file NAME.html, but got {page}. Add .html.\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert (tmp_path / "a/results.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="--page must be a file"):
+        cli._write_page(Path("trace.json"), "")
 
 
 def test_a_preset_file_runs_and_only_narrows_it(bench: Bench, tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def _flash_attn_4() -> Attend:
                     f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
                     "of variants."
                 )
-        with _refusals("flash-attn-4", AssertionError):
+        with refusals("flash-attn-4", AssertionError):
             return _heads_last(cute, inputs, cu_seqlens, max_seqlen, **settings)
 
     return attend
@@ -373,7 +373,7 @@ def _fa3_fwd() -> Attend:
     ) -> Tensor:
         _refuse_cpu(inputs[0], "fa3-fwd")
         inputs = tuple(x.detach() for x in inputs)
-        with _refusals("fa3-fwd", RuntimeError):
+        with refusals("fa3-fwd", RuntimeError):
             return _heads_last(package, inputs, cu_seqlens, max_seqlen, causal=causal)
 
     return attend
@@ -392,7 +392,7 @@ def _heads_last(
 
 
 @contextlib.contextmanager
-def _refusals(name: str, kind: type[Exception]) -> Iterator[None]:
+def refusals(name: str, kind: type[Exception]) -> Iterator[None]:
     """Skips a problem that a library refuses by an error of a kind; lack of memory is raised."""
     try:
         yield

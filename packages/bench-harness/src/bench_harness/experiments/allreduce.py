@@ -173,12 +173,8 @@ def measure_rank(
             for _ in range(config["samples"]):
                 _once(calls, device, samples)
         rows += [
-            {
-                "variant": operation,
-                "payload": f"{4 * numel / 2**20:.4g} MiB",
-                "size_bytes": 4 * numel,
-                **timed.row(),
-            }
+            {"variant": operation, "payload": f"{4 * numel / 2**20:.4g} MiB"}
+            | {"size_bytes": 4 * numel, **timed.row()}
             for operation, timed in samples.items()
         ]
     return rows

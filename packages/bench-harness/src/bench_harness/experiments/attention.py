@@ -145,16 +145,9 @@ class Attention(Experiment):
         }
         return [
             _case(
-                {
-                    **config,
-                    "clock": clock,
-                    "dtype": dtype,
-                    "head_dim": head_dim,
-                    "mask": mask,
-                    "sequences": list(sequences),
-                    "variants": variants,
-                    **({"varying": chosen.varying} if chosen.varying else {}),
-                }
+                {**config, "clock": clock, "dtype": dtype, "head_dim": head_dim, "mask": mask}
+                | {"sequences": list(sequences), "variants": variants}
+                | ({"varying": chosen.varying} if chosen.varying else {})
             )
             for dtype in chosen.dtypes
             for head_dim in chosen.head_dims

@@ -30,6 +30,7 @@ from bench_harness.attentions import (
     find,
     forward_only,
     naive,
+    refusals,
     stores_scores,
 )
 from bench_harness.core import CaseSkipped, Config, Progress, Row
@@ -357,20 +358,15 @@ class Attempts:
 
     def prove(self) -> None:
         """Compares every implementation with the fp32 reference on this problem."""
-        wanted = exact(self.problem, self.tensors, self.settings)
+        given = (self.problem, self.tensors, self.settings)
+        wanted = exact(*given)
         for name in self.about:
             with self.ending(name):
                 attend = self.calls[name] = _call(name, self.tensors, self.settings)
                 rounded = _STORED_SCORES if stores_scores(name) else 1
                 limit = rounded * TOLERANCE[self.problem.dtype]
                 self.about[name] |= errors(
-                    attend,
-                    self.problem,
-                    self.tensors,
-                    self.settings,
-                    wanted,
-                    limit,
-                    forward_only=forward_only(name),
+                    attend, *given, wanted, limit, forward_only=forward_only(name)
                 )
                 self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
                 if name.startswith("naive") and self.problem.is_plain:
@@ -405,13 +401,8 @@ def _call(
 ) -> Callable[[], Tensor]:
     """An implementation as a call without arguments; skipped if the problem asks for more."""
     attend: Attend = find(name)
-    try:
+    with refusals(name, TypeError):
         inspect.signature(attend).bind(*tensors[:3], **settings)
-    except TypeError as error:
-        raise CaseSkipped(
-            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
-            "of variants."
-        ) from error
     return lambda: attend(*tensors[:3], **settings)
 
 
@@ -442,7 +433,8 @@ def _saved_bytes(
 def time_in_turns(everyone: Sequence[Attempts], config: Config, progress: Progress) -> None:
     """Times the passes of all implementations on some problems in turns."""
     rounds = config["rounds"]
-    least = -(-config["samples"] // rounds)
+    how: Row = {name: config[name] / rounds for name in ("warmup_ms", "rep_ms")}
+    how |= {"clock": config["clock"], "least": -(-config["samples"] // rounds)}
     for number, order in in_turns(
         lambda: [(attempts, name) for attempts in everyone for name in attempts.calls],
         config,
@@ -455,15 +447,7 @@ def time_in_turns(everyone: Sequence[Attempts], config: Config, progress: Progre
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = attempts.samples.setdefault((name, each), Samples())
-                    taken = sampled(
-                        call,
-                        attempts.device,
-                        clock=config["clock"],
-                        leaves=attempts.leaves,
-                        least=least,
-                        warmup_ms=config["warmup_ms"] / rounds,
-                        rep_ms=config["rep_ms"] / rounds,
-                    )
+                    taken = sampled(call, attempts.device, leaves=attempts.leaves, **how)
                     samples.wall_ms += taken
                     samples.note_gpu(attempts.device, len(taken))
 

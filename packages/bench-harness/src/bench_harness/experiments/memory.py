@@ -137,25 +137,12 @@ class Memory(Experiment):
         # Of a second step the first is only its past.
         peak = max(most for phase, (most, _) in by_phase.items() if phase != FIRST)
         rows: list[Row] = [
-            {
-                "variant": phase,
-                "kind": "phase",
-                "phase": phase,
-                **facts,
-                "peak_bytes": most,
-                "end_bytes": end,
-                "case_peak_bytes": peak,
-            }
+            {"variant": phase, "kind": "phase", "phase": phase, **facts}
+            | {"peak_bytes": most, "end_bytes": end, "case_peak_bytes": peak}
             for phase, (most, end) in by_phase.items()
         ]
-        rows.append(
-            {
-                "variant": "timeline",
-                "kind": "timeline",
-                "phase": None,
-                "timeline": allocations.timeline(events, phases),
-            }
-        )
+        line = allocations.timeline(events, phases)
+        rows.append({"variant": "timeline", "kind": "timeline", "phase": None, "timeline": line})
         rows += [
             {"variant": f"allocation {number}", "kind": "allocation", **row}
             for number, row in enumerate(allocations.largest(events, _LARGEST), start=1)

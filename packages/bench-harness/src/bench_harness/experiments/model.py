@@ -142,18 +142,10 @@ class Model(Experiment):
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
-                    {
-                        "variant": name,
-                        **names[name],
-                        "phase": phase,
-                        "ran": ran,
-                        **facts,
-                        "flops": facts["forward_flops"] * work if work else None,
-                        "least_bytes": least[phase.removeprefix("training ")],
-                        **rates,
-                        "timer_overhead_ms": overhead,
-                        **samples.row(),
-                    }
+                    {"variant": name, **names[name], "phase": phase, "ran": ran, **facts}
+                    | {"flops": facts["forward_flops"] * work if work else None}
+                    | {"least_bytes": least[phase.removeprefix("training ")], **rates}
+                    | {"timer_overhead_ms": overhead, **samples.row()}
                 )
         return rows
 

@@ -298,13 +298,8 @@ def rows_of(trace: Trace, facts: Row, config: Config) -> list[Row]:
             + [total for total in totals[_SHOWN_KERNELS:] if total["work"] == "other"][:5]
         )
         rows += [
-            {
-                "variant": f"{phase} kernel {number}",
-                "kind": "kernel",
-                "phase": phase,
-                "rank": number,
-                **total,
-            }
+            {"variant": f"{phase} kernel {number}", "kind": "kernel", "phase": phase}
+            | {"rank": number, **total}
             for number, total in enumerate(shown, start=1)
         ]
     windows = [window for phase in PHASES for window in trace.phases(phase)]
@@ -326,15 +321,8 @@ def rows_of(trace: Trace, facts: Row, config: Config) -> list[Row]:
             spent = sum(time_inside(trace, name, trace.phases(phase)).values())
             if spent:
                 rows.append(
-                    {
-                        "variant": f"{phase} {name}",
-                        "kind": "range",
-                        "phase": phase,
-                        "range": name,
-                        "total_ms": spent / 1e6,
-                        "gflop": count / 1e9,
-                        "gflop_s": count / spent,
-                    }
+                    {"variant": f"{phase} {name}", "kind": "range", "phase": phase, "range": name}
+                    | {"total_ms": spent / 1e6, "gflop": count / 1e9, "gflop_s": count / spent}
                 )
     return rows
 
