@@ -340,11 +340,16 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(
         ("--fail-on slower >&-", 1, ""),
         (">&- 2>&-", 0, ""),
         ("> /dev/full", 2, full),
+        ("> compared; grep -q slower compared", 0, ""),
         ("--json > /dev/full", 2, full),
     ):
         line = f"set -o pipefail; {shlex.join([*command, 'compare', 'a', 'b'])} {options}"
         done = subprocess.run(
-            ["bash", "-c", line], env=environment, cwd=tmp_path, capture_output=True, text=True
+            ["bash", "-c", line],
+            env=environment | {"COLUMNS": "0"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
         )
         assert (done.returncode, done.stderr) == (code, error), options
 

@@ -45,6 +45,8 @@ def run() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
+        if os.environ.get("COLUMNS") == "0":  # as some terminals say; it would leave no room
+            del os.environ["COLUMNS"]
         sys.stdout, sys.stderr = _opened(sys.stdout, 1), _opened(sys.stderr, 2)
         from bench_harness.cli import BAD_INPUT, main
 

@@ -177,8 +177,9 @@ def compare(
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
         damaged = sum(len(each.damaged) for each in loaded)
+        what = "a case" if rows_a and rows_b else "samples of a case"
         raise ComparisonError(
-            f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
+            f"{run_a.folder} and {run_b.folder} must have {what} in common, but got none"
             f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
             "same options."
         )
