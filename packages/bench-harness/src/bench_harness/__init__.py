@@ -5,10 +5,14 @@ group ``bench_harness.experiments``. Importing them imports neither torch nor pa
 imported when they are asked for, so that the command line answers Ctrl-C before it imports much.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # typing takes a while to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from bench_harness.experiments import Case, CaseSkipped, Experiment, Figure, Table, option
 
 __version__ = "0.1.0"

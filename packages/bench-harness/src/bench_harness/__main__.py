@@ -1,11 +1,15 @@
 """The command line: what the installed script runs, and ``python -m bench_harness``."""
 
+from __future__ import annotations
+
 import io
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any, Never, TextIO
+
+TYPE_CHECKING = False  # typing takes a while to import
+if TYPE_CHECKING:
+    from typing import Any, Never, TextIO
 
 
 class _Output(io.FileIO):
@@ -24,7 +28,7 @@ class _Output(io.FileIO):
 def _opened(stream: TextIO | None, number: int) -> TextIO:
     """A standard stream whose reader may leave, and in which a label's dash ends no run."""
     if stream is None:  # closed, as by >&-
-        return Path(os.devnull).open("w")
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
     return io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
 

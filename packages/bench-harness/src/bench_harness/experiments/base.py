@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 #: Options of which nothing, or less, is no measurement.
-_COUNTS = "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes"
+_COUNTS = (
+    "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes "
+    "world_size kv_heads value_head_dim vocab_size d_model d_ff num_layers num_heads"
+)
 #: Options that may be 0.
 _SPANS = "warmup warmups interval max_seconds"
 
@@ -56,7 +59,8 @@ class DeviceOptions:
         for least, names in (("positive", _COUNTS), ("0 or more", _SPANS)):
             for name in names.split():
                 held = getattr(self, name, ())
-                smallest = min(held if isinstance(held, tuple) else (held,), default=1)
+                given = held if isinstance(held, tuple) else (held,)
+                smallest = min((each for each in given if each is not None), default=1)
                 if smallest < 0 or (smallest == 0 and names is _COUNTS):
                     raise ValueError(f"{name} must be {least}, but got {held}. Raise it.")
 
