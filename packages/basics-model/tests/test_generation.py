@@ -132,6 +132,11 @@ def test_nothing_to_add(config: ModelConfig) -> None:
         ),
         (torch.zeros(1, 1, dtype=torch.long), {"temperature": math.nan}, "temperature .* got nan"),
         (torch.zeros(1, 1, dtype=torch.long), {"top_k": 0}, "top_k must be at least 1"),
+        (
+            torch.zeros(1, 1, dtype=torch.long),
+            {"temperature": 0, "top_p": 5},
+            "top_p must be above 0",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(
@@ -139,6 +144,13 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         generate(TransformerLM(config), prompt, max_new_tokens=2, **settings)
+
+
+def test_a_model_whose_logits_are_nan_is_refused_greedy_too(config: ModelConfig) -> None:
+    model = TransformerLM(config)
+    torch.nn.init.constant_(model.norm.weight, math.nan)
+    with pytest.raises(ValueError, match="logits must not be NaN"):
+        generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=2, temperature=0)
 
 
 def test_infinite_logits_do_not_break_the_filter() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench_harness import experiments
+from bench_harness import cli, experiments
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 HEAVY = {"torch", "pandas", "matplotlib", "scipy", "numpy", "rich.console", "psutil"}
@@ -240,6 +240,41 @@ def test_ctrl_c_in_the_first_seconds_ends_cleanly(
     assert (process.returncode, errors) == (130, "")
 
 
+@pytest.mark.parametrize(
+    "end", ["raise RecursionError", "raise ImportError('initialization failed')", "return 2"]
+)
+def test_ctrl_c_that_an_import_turns_into_another_error_is_ctrl_c(
+    command_line: tuple[list[str], dict[str, str]], end: str
+) -> None:
+    """Compiled modules do so, as pybind11's: it is no error of the command line."""
+    (python, *_), environment = command_line
+    program = (
+        "import signal, bench_harness.__main__ as command_line, bench_harness.cli as cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def main():\n"
+        "    try:\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        f"        {end}\n"
+        "cli.main = main\n"
+        "command_line.run()\n"
+    )
+    done = subprocess.run([python, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_ctrl_c_is_answered_before_the_package_is_imported(
+    command_line: tuple[list[str], dict[str, str]],
+) -> None:
+    (python, *_), environment = command_line
+    program = (
+        "import sys, bench_harness.__main__\n"
+        "print({'psutil', 'typer', 'bench_harness.core'} & set(sys.modules))\n"
+    )
+    done = subprocess.run([python, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
+
+
 def children_of(pid: int) -> Iterator[str]:
     """The command lines of a process's children, without those that end meanwhile."""
     with suppress(psutil.Error):
@@ -285,6 +320,50 @@ def test_a_report_is_rebuilt_and_a_run_is_the_same_as_itself(bench: Bench, tmp_p
     same = bench("compare", "out", "out")
     assert same.returncode == 0
     assert "4 same" in same.stdout
+
+
+def test_a_reader_that_leaves_does_not_change_the_exit_code(
+    bench: Bench, command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+) -> None:
+    command, environment = command_line
+    assert bench("toy", "--output", "a").returncode == 0
+    (tmp_path / "b").mkdir()
+    with (tmp_path / "b" / "results.jsonl").open("w") as file:
+        for row in rows(tmp_path / "a"):
+            file.write(json.dumps({**row, "samples_ms": [99.0] * 20}) + "\n")
+    full = "bench-harness: system: No space left on device\n"
+    for options, code, error in (
+        ("| head -c 1", 0, ""),
+        ("--json | head -c 1", 0, ""),
+        ("--fail-on slower | head -c 1", 1, ""),
+        ("--fail-on slower --markdown 2>&1 | true", 1, ""),
+        ("--fail-on slower >&-", 1, ""),
+        (">&- 2>&-", 0, ""),
+        ("> /dev/full", 2, full),
+        ("> compared; grep -q slower compared", 0, ""),
+        ("--json > /dev/full", 2, full),
+    ):
+        line = f"set -o pipefail; {shlex.join([*command, 'compare', 'a', 'b'])} {options}"
+        done = subprocess.run(
+            ["bash", "-c", line],
+            env=environment | {"COLUMNS": "0"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (code, error), options
+
+
+def test_a_page_is_not_written_over_rows(bench: Bench, tmp_path: Path) -> None:
+    assert bench("toy", "--output", "a").returncode == 0
+    before = (tmp_path / "a/results.jsonl").read_bytes()
+    for page in ("a/results.jsonl", "a"):
+        done = bench("compare", "a", "a", "--page", page)
+        message = f"bench-harness: --page must be a file NAME.html, but got {page}. Add .html.\n"
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert (tmp_path / "a/results.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="--page must be a file"):
+        cli._write_page(Path("trace.json"), "")
 
 
 def test_a_preset_file_runs_and_only_narrows_it(bench: Bench, tmp_path: Path) -> None:

@@ -463,6 +463,11 @@ def test_environments_that_no_file_describes_differ_by_their_ids(tmp_path: Path)
         compare(a, b)
 
 
+def test_runs_without_samples_are_refused(bench: Bench) -> None:
+    assert bench("accounting", "--sizes", "small", "--output", "a").returncode == 0
+    assert "a and a must have samples of a case in common" in bench("compare", "a", "a").stderr
+
+
 def test_runs_without_a_common_case_are_refused(tmp_path: Path) -> None:
     a, b = store(tmp_path / "a", {"one": 1.0}), store(tmp_path / "b", {"two": 1.0})
     with pytest.raises(ComparisonError, match="must have a case in common"):

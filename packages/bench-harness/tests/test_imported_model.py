@@ -34,6 +34,14 @@ def vision_model(width=8):
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10),
     )
 
+cached = nn.Linear(3, 1)
+
+def kept():
+    return cached
+
+def around_kept():
+    return nn.Sequential(nn.ReLU(), cached)
+
 class OnDictionary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -153,6 +161,39 @@ def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> N
     rows = [json.loads(line) for line in (models / "out/results.jsonl").read_text().splitlines()]
     assert rows[0]["config"]["model_args"] == {"layers": 2}
     assert all(row["weight_error"] < 1e-2 for row in rows[1:])
+
+
+def test_ranks_train_a_model_whose_first_parameter_is_frozen_and_whose_loss_is_zero(
+    bench: Bench, models: Path
+) -> None:
+    (models / "frozen.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    module = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 3))\n"
+        "    module[0].weight.requires_grad_(False)\n"
+        "    for parameter in module[1].parameters():\n"
+        "        nn.init.zeros_(parameter)\n"
+        "    return module\n"
+    )
+    done = bench(
+        *("train-step", "--model", "frozen:build", "--input", "float32[4x8]", "--device", "cpu"),
+        *("--rounds", "1", "--blocks", "2", "--calls", "1", "--warmup", "1", "--interval", "0"),
+        *("--variants", "naive,bucketed", "--output", "out"),
+    )
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (models / "out/results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["ok"] * 3
+    assert all(row["losses"][0] == 0 for row in rows)
+
+
+def test_a_module_that_a_factory_returns_twice_is_refused() -> None:
+    """Compiling it, or the hooks of a wrapper, would stay for the next variant."""
+    held = imported_module({"model": "models:kept", "input": "float32[2x3]"}, CPU, "fp32")
+    for name in ("kept", "around_kept"):
+        with pytest.raises(ValueError, match="must be a factory that returns a new module"):
+            imported_module({"model": f"models:{name}", "input": "float32[2x3]"}, CPU, "fp32")
+    fresh = [imported_module(SUBJECTS["plain"], CPU, "fp32").module for _ in range(2)]
+    assert held.module not in fresh
 
 
 def test_a_model_with_sharded_blocks_is_found_by_its_longest_list() -> None:

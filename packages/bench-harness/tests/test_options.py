@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,48 @@ def test_a_measurement_of_nothing_is_refused(name: str) -> None:
             options.build(experiments.get("allreduce"), given)
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("model", "warmups"),
+        ("train-step", "warmup"),
+        ("attention", "interval"),
+        ("allreduce", "max_seconds"),
+    ],
+)
+def test_less_than_nothing_is_refused(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: {option} must be 0 or more, but got .*-1"):
+        options.build(experiments.get(name), {option: -1})
+    assert options.build(experiments.get(name), {option: 0})[option] in (0, (0,), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("train-step", "world_size"),
+        ("attention", "kv_heads"),
+        ("attention", "value_head_dim"),
+        *(("model", option) for option in ("vocab_size", "d_model", "num_layers")),
+    ],
+)
+def test_nothing_is_not_taken_for_the_default(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: {option} must be positive, but got 0"):
+        options.build(experiments.get(name), {option: 0})
+
+
+def test_a_number_within_a_variant_must_be_finite() -> None:
+    variant = {"wrapper": {"name": "bucketed", "bucket_size_mb": math.nan}}
+    with pytest.raises(ValueError, match="train-step: variants must be finite, but got "):
+        options.build(experiments.get("train-step"), {"variants": [variant]})
+
+
+def test_an_experiment_of_a_preset_without_a_case_is_refused(tmp_path: Path) -> None:
+    """It was left out in silence where another one had cases."""
+    (tmp_path / "mine.toml").write_text('[model]\nsizes = []\n[accounting]\nsizes = ["small"]\n')
+    with pytest.raises(ValueError, match="preset mine: model must have a case, but got none"):
+        options.load_preset(str(tmp_path / "mine.toml")).cases()
+
+
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
     parameters = {each.name: each for each in options.parameters(toy)}
     assert list(parameters) == ["kinds", "repeats", "seconds", "note", "flag", "broken_report"]
@@ -139,6 +182,7 @@ def test_quick_takes_sizes_at_which_a_gpu_is_the_limit(monkeypatch: pytest.Monke
     """By calculation within 90 seconds, and two GPUs compare wrappers with torch DDP."""
     monkeypatch.setattr(environment, "busy", lambda: 1.0)  # whatever else this machine does
     on_cpu = options.load_preset("quick").cases()
+    monkeypatch.setattr(environment, "busy", lambda: 1.0)
     for module in (environment, options, distributed):
         monkeypatch.setattr(module, "gpu_count", lambda: 2)
     cases = {case.experiment: case for case in options.load_preset("quick").cases()}

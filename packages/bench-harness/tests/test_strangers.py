@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bench_harness.store import problem
+
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 
 PRECIOUS = "precious"
@@ -108,6 +110,45 @@ def test_one_bad_character_does_not_lose_the_report(bench: Bench, run: Path, tex
     page = (run / "report.html").read_text()
     assert text.partition(" ")[0] in page
     assert "\x1b" not in page
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"peak_bytes": 5},
+        {"peak_bytes": "much", "phase": "x", "kind": "phase"},
+        {"kind": "kernel", "total_ms": 1.0},
+        {"experiment": "model", "samples_ms": [1.0], "tokens": "many"},
+    ],
+    ids=str,
+)
+def test_a_row_of_another_shape_takes_the_headlines_of_no_other_along(
+    bench: Bench, run: Path, row: dict[str, object]
+) -> None:
+    lines = (run / "results.jsonl").read_text().splitlines()
+    added = {**json.loads(lines[0]), "case_rows": 1, "case_key": "of-another", **row}
+    (run / "results.jsonl").write_text("\n".join([*lines, json.dumps(added)]) + "\n")
+    done = bench("report", "run")
+    assert done.returncode == 0, done.stderr
+    assert "Error" in done.stdout
+    assert "<html" in (run / "report.html").read_text()
+
+
+def test_a_folder_whose_name_is_no_text_has_a_report(
+    command_line: tuple[list[str], dict[str, str]], run: Path
+) -> None:
+    named = run.rename(os.fsdecode(os.fsencode(run) + b"\xe9"))
+    command, environment = command_line
+    done = subprocess.run([*command, "report", named], env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "run?" in (named / "report.html").read_text()
+
+
+@pytest.mark.parametrize("sample", [0.0, -1.0])
+def test_a_time_that_no_clock_measures_is_damage(run: Path, sample: float) -> None:
+    row = json.loads((run / "results.jsonl").read_text().splitlines()[0])
+    assert problem(row | {"samples_ms": [2.0, 1.0]}) is None
+    assert problem(row | {"samples_ms": [2.0, sample]}) == f"its samples_ms is [2.0, {sample}]"
 
 
 def test_a_whole_pair_stays(bench: Bench, run: Path) -> None:

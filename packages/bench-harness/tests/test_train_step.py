@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from bench_harness.core import CaseSkipped
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
 from bench_harness.traces.step import over_ranks
-from bench_harness.training import constructors
+from bench_harness.training import constructors, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
 from bench_harness.training.measure import merged
@@ -438,7 +439,7 @@ def wrong_trainings(rank, world_size):
     """What the proof says of trainings that are wrong, and of one that is right; on the way, that
     a variant that was let go of leaves no wrapper with its buckets behind."""
     import ddp_lite
-    from bench_harness.training import build, proof
+    from bench_harness.training import build
 
     device = torch.device("cpu")
     config = {"size": "custom", **TINY}
@@ -464,7 +465,19 @@ def wrong_trainings(rank, world_size):
     gc.collect()
     wrappers = (torch.nn.parallel.DistributedDataParallel, ddp_lite.DataParallelBase)
     assert not [each for each in gc.get_objects() if isinstance(each, wrappers)]
-    for fault in (silent, lazy):
+
+    def late(variant, workload):  # a last step that is not a number
+        made = wrapped(variant, workload)
+        last, counts = made.optimizer.param_groups[0]["params"][-1], iter(range(9))
+
+        def spoil(*_):
+            if next(counts) == proof.STEPS - 2:
+                last.data.fill_(float("nan"))
+
+        made.optimizer.register_step_post_hook(spoil)
+        return made
+
+    for fault in (silent, lazy, late):
         build._wrapped = fault
         try:
             said.append(proof.disagreement(of.read("flat", {}), expected, config, device)[0])
@@ -475,10 +488,39 @@ def wrong_trainings(rank, world_size):
 
 def test_wrong_training_is_found_before_it_is_timed() -> None:
     for outcome in run_ranks(wrong_trainings, 2):
-        right, silent, lazy = outcome.value
+        right, silent, lazy, late = outcome.value
         assert right is None
         assert "must be those of plain averaging" in silent
         assert "must be those of plain averaging" in lazy
+        assert "but got an error of inf: [" in late
+
+
+def test_losses_that_are_no_numbers_or_zero() -> None:
+    assert proof.relative_error([1.0, float("nan")], [1.0, 1.0]) == math.inf
+    assert proof.relative_error([1.0], [math.inf]) == math.inf
+    assert proof.relative_error([0.0, 2.0], [0.0, 2.0]) == 0.0
+    assert proof.relative_error([0.5, 2.0], [0.0, 2.0]) == 0.25
+
+
+def losses_beside_one_another(rank, world_size):
+    """What a case keeps of variants whose first losses are these."""
+    from bench_harness.training.measure import _compare_losses
+
+    losses = [[1.0, 2.0], [1.0, float("nan")], [1.0, 2.0], [1.0, 3.0]]
+    rows = [{"variant": str(number), "losses": each} for number, each in enumerate(losses)]
+    _compare_losses([of.read("naive", {})] * 4, rows)
+    json.dumps(rows, allow_nan=False)
+    return [row.get("ended", {}).get("error") for row in rows]
+
+
+def test_a_variant_whose_losses_are_no_numbers_takes_no_other_along() -> None:
+    (outcome,) = run_ranks(losses_beside_one_another, 1)
+    assert outcome.value == [
+        None,
+        "the first losses must be finite, but got [1.0, nan]",
+        None,
+        "the first losses must be those of 0, [1.0, 2.0], within 0.001, but got [1.0, 3.0]",
+    ]
 
 
 @pytest.mark.parametrize(

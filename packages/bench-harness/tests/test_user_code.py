@@ -70,6 +70,21 @@ def test_a_module_outside_packages_counts_with_its_neighbours(tmp_path: Path) ->
     assert (first.config["user_code"]["parameters"], first.key != second.key) == (4, True)
 
 
+def test_a_factory_that_changes_the_folder_leaves_the_traces_in_the_run(
+    tmp_path: Path, bench: Bench
+) -> None:
+    (tmp_path / "moves.py").write_text(
+        "import os\n"
+        "from torch import nn\n"
+        "def build():\n"
+        "    os.chdir(os.path.expanduser('~'))\n"
+        "    return nn.Linear(3, 1)\n"
+    )
+    arguments = ["--model", "moves:build", "--input", "float32[2x3]", "--device", "cpu"]
+    assert bench("profile", *arguments, "--output", "out").returncode == 0
+    assert list((tmp_path / "out" / "artifacts").glob("*/trace.trimmed.json.gz"))
+
+
 def test_an_edited_model_is_measured_again(package: Path, bench: Bench) -> None:
     arguments = ["model", "--model", "mine.model:build", "--input", "float32[4x3]"]
     arguments += ["--modes", "forward", "--samples", "3", "--interval", "0", "--output", "out"]

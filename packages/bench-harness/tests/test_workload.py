@@ -159,7 +159,7 @@ def test_a_loss_is_found_in_every_usual_output():
     assert scalar_loss(Output(loss=torch.tensor(5.0))) == 5
     assert scalar_loss(Output(loss=None, logits=tensor)) == 2
     assert scalar_loss((tensor, "cache")) == 2
-    with pytest.raises(ValueError, match="must return a tensor"):
+    with pytest.raises(ValueError, match="loss must be computed from a tensor"):
         scalar_loss("text")
 
 

@@ -111,6 +111,35 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
                 )
 
 
+def test_flash_attns_function_takes_arguments_in_flash_attns_order() -> None:
+    """The order of flash-attn 2.8's ``flash_attn_with_kvcache``."""
+    query, key, value = cache(2, n_queries=2)
+    new, lengths = (torch.ones_like(key[:, :2]), torch.ones_like(value[:, :2])), 5
+    nothing = (None, None, None)  # cache_batch_idx, cache_leftpad, block_table
+    slopes = torch.rand(key.shape[2], device=DEVICE).repeat(query.shape[2] // key.shape[2])
+    out, lse = flash_attn_with_kvcache(
+        query, key, value, *new, None, None, lengths, *nothing, 0.3, True, (3, 0), 2.0, True,
+        slopes, 0, True,
+    )  # fmt: skip
+    expected, expected_lse, _ = flash_attn_func(
+        query, key[:, : lengths + 2], value[:, : lengths + 2], softmax_scale=0.3, causal=True,
+        window_size=(3, 0), softcap=2.0, alibi_slopes=slopes, return_attn_probs=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    cos, indices = torch.ones(4, 2), torch.zeros(2, dtype=torch.int32)
+    for given, name in (
+        ((cos,), "rotary_cos"),
+        ((None, cos), "rotary_sin"),
+        ((None, None, lengths, indices), "cache_batch_idx"),
+        ((None, None, lengths, None, indices), "cache_leftpad"),
+        ((None, None, lengths, None, None, indices), "block_table"),
+        ((None, None, lengths, *nothing, 0.3, True, (3, 0), 2.0, False), "rotary_interleaved"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be "):
+            flash_attn_with_kvcache(query, key, value, *new, *given)
+
+
 @pytest.mark.parametrize("implementation", ["tiled", "reference"])
 def test_each_row_may_have_slopes_of_its_own(implementation: Any) -> None:
     query, key, value = cache(2, 1)

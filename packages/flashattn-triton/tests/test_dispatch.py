@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,36 @@ def test_explain_takes_every_argument_of_attention() -> None:
     assert explain(*inputs(), causal=True, document_ids=ids, return_lse=True) == text
     with pytest.raises(ValueError, match="bias must be None where document_ids are given"):
         explain(*inputs(), document_ids=ids, bias=torch.zeros(40, 40))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 4, 8, 16), (2, 2, 8, 8), (2, 2, 8, 16)), {}, "key must have query's head_dim 16"),
+        (((2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 9, 16)), {}, "key's sequence length 8, but got 9"),
+        (((2, 4, 8, 16), (3, 2, 8, 16), (3, 2, 8, 16)), {}, "key must have query's batch size 2"),
+        (((2, 8, 4, 16), (2, 8, 3, 16), (2, 8, 3, 16)), {"layout": "bshd"}, "but got 4 and 3"),
+        (((2, 4, 8, 16),) * 3, {"return_lse": 1}, "return_lse must be True or False, but got 1"),
+        (
+            ((2, 4, 8, 16),) * 3,
+            {"key_lengths": torch.tensor([1, 2]), "bias": torch.zeros(8, 8)},
+            "bias must be None where key_lengths are given",
+        ),
+    ],
+)
+def test_explain_refuses_as_attention_does(shapes: Any, options: Any, message: str) -> None:
+    tensors = [torch.zeros(shape) for shape in shapes]
+    for call in (flash_attention, explain):
+        with pytest.raises(ValueError, match=message):
+            call(*tensors, **options)
+
+
+def test_explain_knows_autocast() -> None:
+    wide = [torch.zeros(1, 2, 8, 300, device=DEVICE)] * 3  # in fp32 wider than the kernels
+    with pytest.raises(ValueError, match="at most 256 for Triton's kernels"):
+        explain(*wide, implementation="triton")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert "tier: triton" in explain(*wide, implementation="triton")
 
 
 def test_explain_names_the_tier() -> None:

@@ -122,7 +122,6 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
             for each in (_FIELDS, found)
         )
         raise ValueError(
-            f"{path} must be a checkpoint that holds {expected}, but got {got}. Load an earlier "
-            "checkpoint."
+            f"{path} must be a checkpoint that holds {expected}, but got {got}. Load another."
         )
     return Checkpoint(**fields)

@@ -63,28 +63,26 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
         ValueError: it is empty, damaged, not one-dimensional, or not a whole number of integers.
             The message names the file.
     """
-    path = Path(path)
-    if path.suffix == ".npy":
-        with (
-            path.open("rb"),  # what the system refuses is no damage
-            refusing_damage(path, "a whole .npy file", "Write it with numpy.save."),
-        ):
+    path, kind = Path(path), np.dtype(dtype).newbyteorder("<")
+    what = "a whole .npy file" if path.suffix == ".npy" else f"a whole number of {kind.name} values"
+    with (
+        path.open("rb"),  # what the system refuses is no damage
+        refusing_damage(path, what, "Write the file again."),
+    ):
+        if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
-    else:
-        kind = np.dtype(dtype).newbyteorder("<")
-        size = path.stat().st_size
-        if size == 0 or size % kind.itemsize:
-            raise ValueError(
-                f"a token file must hold a whole number of {kind.name} values and at least one, "
-                f"but got {size} bytes in {path}."
-            )
-        tokens = np.memmap(path, dtype=kind, mode="r")
+        else:
+            tokens = np.memmap(path, dtype=kind, mode="r")
+    _check_tokens(tokens, f" in {path}")
+    return tokens
+
+
+def _check_tokens(tokens: npt.NDArray[Any], where: str = "") -> None:
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
         raise ValueError(
             "tokens must be a one-dimensional array of at least one integer, but got "
-            f"{tokens.dtype} of shape {tokens.shape} in {path}."
+            f"{tokens.dtype} of shape {tokens.shape}{where}."
         )
-    return tokens
 
 
 class TokenDataset:
@@ -102,7 +100,8 @@ class TokenDataset:
         rank, world_size: which share of every batch is this process's.
 
     Raises:
-        ValueError: fewer than ``context_length + 1`` tokens, or ``rank`` outside the world.
+        ValueError: tokens that are no one-dimensional array of integers, or fewer than
+            ``context_length + 1``; ``rank`` outside the world.
     """
 
     def __init__(
@@ -114,12 +113,11 @@ class TokenDataset:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if context_length < 1:
-            raise ValueError(f"context_length must be at least 1, but got {context_length}.")
-        if len(tokens) < context_length + 1:
+        _check_tokens(np.asarray(tokens))
+        if not 1 <= context_length < len(tokens):
             raise ValueError(
-                f"tokens must be at least {context_length + 1} for a context of {context_length}, "
-                f"but got {len(tokens)}. Use a longer text or a shorter context."
+                "context_length must be at least 1 and below the number of tokens, but got "
+                f"{context_length} of {len(tokens)}. Use a longer text or a shorter context."
             )
         if not 0 <= rank < world_size:
             raise ValueError(

@@ -74,8 +74,8 @@ def generate(
         (batch, seq + n) int64 with n ≤ ``max_new_tokens``: the prompt and its continuation.
 
     Raises:
-        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, NaN, or as
-            :func:`filter_logits`.
+        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, NaN, also in
+            the logits, or as :func:`filter_logits`.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
@@ -86,12 +86,15 @@ def generate(
         raise ValueError(f"temperature must be a number of at least 0, but got {temperature}.")
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be at least 0, but got {max_new_tokens}.")
+    filter_logits(torch.zeros(1, 1), top_k=top_k, top_p=top_p)  # refuses wrong ones at once
     tokens = prompt
     finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -model.config.context_length :])[:, -1].float()  # [batch, vocab]
         if temperature == 0:
             drawn = logits.argmax(dim=-1)
+            if bool(logits.isnan().any()):  # as torch.multinomial refuses them
+                raise ValueError("the model's logits must not be NaN, but are. Check its weights.")
         else:
             allowed = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
             probabilities = torch.softmax(allowed, dim=-1)

@@ -1,21 +1,64 @@
 """The command line: what the installed script runs, and ``python -m bench_harness``."""
 
+from __future__ import annotations
+
+import io
+import os
 import signal
 import sys
+
+TYPE_CHECKING = False  # typing takes a while to import
+if TYPE_CHECKING:
+    from typing import Any, Never, TextIO
+
+
+class _Output(io.FileIO):
+    """A standard stream whose reader may leave, as ``head`` does: what follows is dropped."""
+
+    def write(self, data: Any) -> Any:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if not isinstance(error, BrokenPipeError):
+                raise
+            return len(data)
+
+
+def _opened(stream: TextIO | None, number: int) -> TextIO:
+    """A standard stream whose reader may leave, and in which a label's dash ends no run."""
+    if stream is None:  # closed, as by >&-
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    raw = io.BufferedWriter(_Output(number, "wb", closefd=False))
+    return io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
 
 
 def run() -> None:
     """Runs the command line and exits with its code; Ctrl-C ends it cleanly from the first moment.
 
-    The command line is imported in here, because importing it takes a noticeable time too.
+    The command line is imported in here, because importing it takes a noticeable time too. Ctrl-C
+    may end an import, above all of compiled code, in an error of another class: it counts as Ctrl-C
+    as well.
     """
-    for stream in (sys.stdout, sys.stderr):  # a label's dash must not end a run
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    interrupts = []
+
+    def interrupt(number: int, frame: object) -> Never:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
     try:
-        from bench_harness.cli import main
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
+        if os.environ.get("COLUMNS") == "0":  # as some terminals say; it would leave no room
+            del os.environ["COLUMNS"]
+        sys.stdout, sys.stderr = _opened(sys.stdout, 1), _opened(sys.stderr, 2)
+        from bench_harness.cli import BAD_INPUT, main
 
         code = main()
-    except KeyboardInterrupt:
+        code = 130 if interrupts and code == BAD_INPUT else code
+    except BaseException as error:
+        if not interrupts and not isinstance(error, KeyboardInterrupt):
+            raise
         code = 130
     if code == 130:  # a second Ctrl-C must not interrupt what ends with the interpreter
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -28,7 +28,7 @@ import functools
 import importlib
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench_harness.core import CaseSkipped, registered
@@ -174,21 +174,15 @@ def _flashattn_triton(implementation: str) -> Attend:
     packed: Attend = flash_attention_varlen
 
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int = 0,
-        **settings: Any,
+        *inputs: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int = 0, **settings: Any
     ) -> Tensor:
         if implementation in ("triton", "hopper"):
-            _refuse_cpu(query, "the Triton tiers")
+            _refuse_cpu(inputs[0], "the Triton tiers")
         settings["implementation"] = implementation
         if cu_seqlens is None:
-            return dense(query, key, value, layout="bhsd", **settings)
+            return dense(*inputs, layout="bhsd", **settings)
         lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-        return packed(query, key, value, *lengths, **settings)
+        return packed(*inputs, *lengths, **settings)
 
     return attend
 
@@ -349,17 +343,11 @@ def _score_function(
 
 
 def _flash_attn_4() -> Attend:
-    """The package flash-attn-4, whose layout puts the sequence before the heads."""
+    """The package flash-attn-4."""
     cute = importlib.import_module("flash_attn.cute")
 
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        **settings: Any,
+        *inputs: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int = 0, **settings: Any
     ) -> Tensor:
         for ours, theirs in (("window", "window_size"), ("sinks", "learnable_sink")):
             if ours in settings:
@@ -370,59 +358,51 @@ def _flash_attn_4() -> Attend:
                     f"the problem must have no {name} for flash-attn-4, but got one. Leave it out "
                     "of variants."
                 )
-        try:
-            if cu_seqlens is not None:
-                packed = _of_packed(cu_seqlens, max_seqlen)
-                return _first(cute.flash_attn_varlen_func(query, key, value, **packed, **settings))
-            heads_last = (x.transpose(1, 2) for x in (query, key, value))
-            return _first(cute.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
-        except AssertionError as error:
-            raise _refused("flash-attn-4", error) from error
+        with refusals("flash-attn-4", AssertionError):
+            return _heads_last(cute, inputs, cu_seqlens, max_seqlen, **settings)
 
     return attend
 
 
 def _fa3_fwd() -> Attend:
-    """FlashAttention-3 without backward, by fa3-fwd, whose layout has the sequence before heads."""
+    """FlashAttention-3 without backward, by fa3-fwd."""
     package = importlib.import_module("fa3_fwd_interface")
 
     def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        *inputs: Tensor, causal: bool, cu_seqlens: Tensor | None = None, max_seqlen: int = 0
     ) -> Tensor:
-        _refuse_cpu(query, "fa3-fwd")
-        inputs = [x.detach() for x in (query, key, value)]
-        try:
-            if cu_seqlens is not None:
-                packed = _of_packed(cu_seqlens, max_seqlen)
-                return _first(package.flash_attn_varlen_func(*inputs, causal=causal, **packed))
-            heads_last = (x.transpose(1, 2) for x in inputs)
-            return _first(package.flash_attn_func(*heads_last, causal=causal)).transpose(1, 2)
-        except RuntimeError as error:
-            raise _refused("fa3-fwd", error) from error
+        _refuse_cpu(inputs[0], "fa3-fwd")
+        inputs = tuple(x.detach() for x in inputs)
+        with refusals("fa3-fwd", RuntimeError):
+            return _heads_last(package, inputs, cu_seqlens, max_seqlen, causal=causal)
 
     return attend
 
 
-def _of_packed(cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
-    """Packed sequences as FlashAttention's functions take them."""
-    starts = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
-    return {**starts, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+def _heads_last(
+    of: Any, inputs: Sequence[Tensor], starts: Tensor | None, longest: int, **settings: Any
+) -> Tensor:
+    """FlashAttention's functions, whose layout puts the sequence before the heads."""
+    if starts is not None:
+        settings |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        settings |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return _first(of.flash_attn_varlen_func(*inputs, **settings))
+    heads_last = (x.transpose(1, 2) for x in inputs)
+    return _first(of.flash_attn_func(*heads_last, **settings)).transpose(1, 2)
 
 
-def _refused(name: str, error: Exception) -> CaseSkipped:
-    """What a library's error means by which it refuses a problem; lack of memory is raised."""
-    if "out of memory" in str(error):
-        raise error
-    return CaseSkipped(
-        f"the problem must be one that {name} takes, but got an error: {error}. Leave it out of "
-        "variants."
-    )
+@contextlib.contextmanager
+def refusals(name: str, kind: type[Exception]) -> Iterator[None]:
+    """Skips a problem that a library refuses by an error of a kind; lack of memory is raised."""
+    try:
+        yield
+    except kind as error:
+        if "out of memory" in str(error):
+            raise
+        raise CaseSkipped(
+            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
+            "of variants."
+        ) from error
 
 
 def _first(out: Any) -> Tensor:

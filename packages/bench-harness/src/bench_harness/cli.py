@@ -41,7 +41,7 @@ PresetOrFile: TypeAlias = Annotated[
 _Plan: TypeAlias = tuple[str, Sequence[Case], Sequence[tuple[str, dict[str, Any]]], str | None]
 PageFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--page", help="Also write a page with timelines (HTML).", show_default=False),
+    typer.Option("--page", help="Also write a page with timelines, NAME.html.", show_default=False),
 ]
 RunFolder: TypeAlias = Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]
 
@@ -273,7 +273,7 @@ def _compare(
     )
     failures = [] if gate is None else gate.failures(found)
     if page is not None:
-        replace_file(page, comparison.page(found, None if gate is None else failures).encode())
+        _write_page(page, comparison.page(found, None if gate is None else failures))
     if as_json:
         typer.echo(json.dumps({**found.as_json(), "gate": failures}))
     elif markdown:
@@ -281,6 +281,13 @@ def _compare(
     else:
         terminal.comparisons(found, Console(), None if gate is None else failures)
     return FAILED if failures else 0
+
+
+def _write_page(page: Path, text: str) -> None:
+    """Writes a page, but not over rows or a recording."""
+    if page.suffix != ".html":
+        raise ValueError(f"--page must be a file NAME.html, but got {page}. Add .html.")
+    replace_file(page, text)
 
 
 def _serve(run: RunFolder) -> int:
@@ -324,8 +331,7 @@ def _trace(
     if page is not None:
         lines = timelines({each["recording"]: each["timeline"] for each in found})
         title = ", ".join(lines)
-        text = rendered("trace.html.jinja", title=title, lines=lines, tables=tables)
-        replace_file(page, text.encode())
+        _write_page(page, rendered("trace.html.jinja", title=title, lines=lines, tables=tables))
     if as_json:
         typer.echo(json.dumps(records(tables), allow_nan=False))
     else:

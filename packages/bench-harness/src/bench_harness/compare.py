@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from bench_harness.core import TOLERANCE, Case, Row, plural
 from bench_harness.environment import compared, throttled
@@ -40,6 +40,12 @@ RAN = "ran"
 TOLD = ("explained", "spans", "report")
 #: Kernels whose change is named.
 KERNELS = 3
+
+
+#: A row's case, and the texts that tell it from others of the case.
+_Identity: TypeAlias = tuple[str, tuple[str, ...]]
+#: A machine before and after a case.
+_Machine: TypeAlias = tuple[Row, Row]
 
 
 class ComparisonError(ValueError):
@@ -171,8 +177,9 @@ def compare(
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
         damaged = sum(len(each.damaged) for each in loaded)
+        what = "a case" if rows_a and rows_b else "samples of a case"
         raise ComparisonError(
-            f"{run_a.folder} and {run_b.folder} must have a case in common, but got none"
+            f"{run_a.folder} and {run_b.folder} must have {what} in common, but got none"
             f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
             "same options."
         )
@@ -198,8 +205,8 @@ def compare(
             _comparison(rows_a[i], rows_b[i], i, tolerance, [each.get(i[0]) for each in machines])
             for i in shared
         ],
-        only_a=_alone(loaded[0].rows, loaded[1].rows, rows_a, rows_b),
-        only_b=_alone(loaded[1].rows, loaded[0].rows, rows_b, rows_a),
+        only_a=_alone(loaded[0].rows, loaded[1].rows),
+        only_b=_alone(loaded[1].rows, loaded[0].rows),
         environment=differences,
         kernels=_kernels(loaded[0].rows, loaded[1].rows, tolerance),
         runs=(_about(rows_a), _about(rows_b)),
@@ -208,11 +215,7 @@ def compare(
 
 
 def _comparison(
-    a: Row,
-    b: Row,
-    identity: tuple[str, tuple[str, ...]],
-    tolerance: float,
-    machines: Sequence[tuple[Row, Row] | None],
+    a: Row, b: Row, identity: _Identity, tolerance: float, machines: Sequence[_Machine | None]
 ) -> Comparison:
     same = a["environment"] == b["environment"]
     doubts = [] if same else ["another environment"]
@@ -249,7 +252,7 @@ def _controls(a: Row, b: Row) -> list[str]:
     return found
 
 
-def _machine_doubts(a: tuple[Row, Row], b: tuple[Row, Row]) -> list[str]:
+def _machine_doubts(a: _Machine, b: _Machine) -> list[str]:
     """Throttling, and another clock; each argument is the machine before and after a case."""
     found = []
     for name, (before, after) in (("A", a), ("B", b)):
@@ -261,13 +264,13 @@ def _machine_doubts(a: tuple[Row, Row], b: tuple[Row, Row]) -> list[str]:
     return found
 
 
-def _clock(machine: tuple[Row, Row]) -> float | None:
+def _clock(machine: _Machine) -> float | None:
     """The slowest GPU's clock right after the case, before which the GPU may have been idle."""
     clocks = [gpu.get("sm_clock_mhz") for gpu in machine[1].get("gpus", [])]
     return min((float(clock) for clock in clocks if _positive(clock)), default=None)
 
 
-def _machines(rows: Sequence[Row]) -> dict[str, tuple[Row, Row]]:
+def _machines(rows: Sequence[Row]) -> dict[str, _Machine]:
     """The machine before and after each case."""
     return {
         _case(row): (row["machine_before"], row["machine_after"])
@@ -374,13 +377,9 @@ def _flat(environment: Mapping[str, Any]) -> dict[str, str]:
     return {name: text.strip('"') for name, text in found.items()}
 
 
-def _alone(
-    rows: Sequence[Row],
-    others: Sequence[Row],
-    measured: Mapping[tuple[str, tuple[str, ...]], Row],
-    measured_there: Mapping[tuple[str, tuple[str, ...]], Row],
-) -> list[str]:
+def _alone(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
     """Cases that are ``ok`` in ``rows`` and not in ``others``, and rows that their cases lack."""
+    measured_there = _measured(others)
     there = {_case(row): row for row in others}
     found: dict[str, None] = {}  # in order, each once
     for row in rows:
@@ -388,7 +387,7 @@ def _alone(
         if row["status"] == "ok" and (other is None or other["status"] != "ok"):
             why = "" if other is None else f" (there: {other['status']})"
             found[f"{row['experiment']}: {row['label']}{why}"] = None
-    for identity, row in measured.items():
+    for identity, row in _measured(rows).items():
         other = there.get(identity[0])
         if other is not None and other["status"] == "ok" and identity not in measured_there:
             variant = _described(identity[1], row["label"])
@@ -396,7 +395,7 @@ def _alone(
     return list(found)
 
 
-def _about(rows: Mapping[tuple[str, tuple[str, ...]], Row]) -> str:
+def _about(rows: Mapping[_Identity, Row]) -> str:
     """A run in one line: commits, first start, and the number of samples."""
     commits = dict.fromkeys((row["commit"] or "no commit")[:8] for row in rows.values())
     started = min(row["started"] for row in rows.values())[:16].replace("T", " ")
@@ -422,7 +421,7 @@ def percent(ratio: float) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def _measured(rows: Sequence[Row]) -> dict[tuple[str, tuple[str, ...]], Row]:
+def _measured(rows: Sequence[Row]) -> dict[_Identity, Row]:
     """Rows with samples, by case and by what tells them from the other rows of the case: their
     own text values, as ``("compiled bf16", "forward")``."""
     return {

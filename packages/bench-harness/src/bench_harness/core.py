@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 #: Anything :mod:`json` can write. Left open because each experiment knows its own values.
 JsonValue: TypeAlias = Any
+
+#: What defines a measurement, by name.
+Config: TypeAlias = Mapping[str, JsonValue]
+
+#: Shows one line of text while a case runs.
+Progress: TypeAlias = Callable[[str], None]
 
 #: One line of results: a flat mapping, except for raw samples, which stay lists.
 Row: TypeAlias = dict[str, JsonValue]
@@ -46,7 +52,7 @@ class Case:
     """
 
     experiment: str
-    config: Mapping[str, JsonValue]
+    config: Config
     timeout_s: float = 300.0
 
     @property

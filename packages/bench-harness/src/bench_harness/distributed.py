@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bench_harness.core import Case, Row
+from bench_harness.core import Case, Progress, Row
 from bench_harness.environment import gpu_count
 
 
@@ -15,7 +15,7 @@ def default_world_size(device: str) -> int:
 
 
 def run_on_ranks(
-    case: Case, progress: Callable[[str], None], function: Callable[..., Any], *args: Any
+    case: Case, progress: Progress, function: Callable[..., Any], *args: Any
 ) -> list[Any]:
     """Calls ``function(rank, world_size, device, config, *args, progress=...)`` on every rank.
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import inspect
-import math
+import json
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -115,9 +115,11 @@ def _checked(option: Declared, value: Any, written: bool) -> Any:
     elif many and not isinstance(value, (list, tuple)):
         value = [value]
     found = converted(option.name, value, option.hint, written=written)
+    try:
+        json.dumps(found, allow_nan=False, default=str)
+    except ValueError:
+        raise ValueError(f"{option.name} must be finite, but got {found}. Correct it.") from None
     for item in found if many else [found]:
-        if isinstance(item, float) and not math.isfinite(item):
-            raise ValueError(f"{option.name} must be finite, but got {item}. Correct it.")
         if option.choices is not None and item not in option.choices:
             raise ValueError(
                 f"{option.name} must be one of {', '.join(option.choices)}, but got {item!r}. "
@@ -199,9 +201,15 @@ class Preset:
 
     def cases(self) -> list[Case]:
         """Every case of every run."""
-        return [
-            case for name, values in self.runs for case in experiments.get(name).cases(**values)
-        ]
+        found: list[Case] = []
+        for name, values in self.runs:
+            cases = experiments.get(name).cases(**values)
+            if not cases:
+                raise ValueError(
+                    f"preset {self.name}: {name} must have a case, but got none. Name a size."
+                )
+            found += cases
+        return found
 
 
 def shipped() -> list[str]:

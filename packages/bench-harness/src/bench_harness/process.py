@@ -35,13 +35,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import psutil
 
-from bench_harness.core import CaseSkipped, JsonValue, in_one_line
+from bench_harness.core import CaseSkipped, JsonValue, Progress, in_one_line
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-#: Shows one line of text while a call runs.
-Progress: TypeAlias = Callable[[str], None]
 
 #: How a call ends.
 Status: TypeAlias = Literal["ok", "oom", "timeout", "error", "skipped"]

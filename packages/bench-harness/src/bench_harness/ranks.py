@@ -38,8 +38,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from bench_harness.core import in_one_line
-from bench_harness.process import PRELOAD, PROCESS_NAME, Progress, temporary_prefix
+from bench_harness.core import Progress, in_one_line
+from bench_harness.process import PRELOAD, PROCESS_NAME, temporary_prefix
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

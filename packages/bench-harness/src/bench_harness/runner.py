@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from bench_harness import environment, experiments, process
-from bench_harness.core import Case, CaseSkipped, JsonValue, Row
+from bench_harness.core import Case, CaseSkipped, JsonValue, Progress, Row
 from bench_harness.process import Outcome
 from bench_harness.store import ARTIFACTS, ENVIRONMENTS, RESERVED, RUN, Store, Writer
 
@@ -160,7 +160,7 @@ def _folder(case: Case, store: Store) -> Iterator[Path]:
             folder.parent.rmdir()
 
 
-def run_case(case: Case, progress: process.Progress) -> JsonValue:
+def run_case(case: Case, progress: Progress) -> JsonValue:
     """Measures one case, in its process: its rows, and the machine before and after.
 
     Raises:
@@ -232,7 +232,7 @@ def _record_run(
         writer.write_json(ENVIRONMENTS, environments)
 
 
-def _describe_torch(progress: process.Progress) -> JsonValue:
+def _describe_torch(progress: Progress) -> JsonValue:
     return environment.describe_torch()
 
 

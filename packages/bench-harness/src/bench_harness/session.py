@@ -113,13 +113,8 @@ def dry_run(request: Request, console: Console, *, as_json: bool = False) -> Non
         terminal.plan(planned, folder, console, request.preset)
         return
     listed = [
-        {
-            "experiment": item.case.experiment,
-            "label": item.case.label,
-            "finished": item.finished,
-            "missing": item.missing,
-            "expected_seconds": item.seconds,
-        }
+        {"experiment": item.case.experiment, "label": item.case.label, "finished": item.finished}
+        | {"missing": item.missing, "expected_seconds": item.seconds}
         for item in planned
     ]
     print(json.dumps({"folder": str(folder), "cases": listed}, allow_nan=False))

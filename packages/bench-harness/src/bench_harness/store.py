@@ -128,9 +128,11 @@ def problem(row: Row) -> str | None:
 
 
 def _may_hold(name: str, value: JsonValue) -> bool:
-    """Whether a column may hold a value: samples are numbers, and no integer is beyond a float."""
+    """Whether a column may hold a value: samples are numbers, times of samples are positive, and no
+    integer is beyond a float."""
     if name.startswith("samples"):
-        return value is None or (isinstance(value, list) and all(map(is_number, value)))
+        numbers = value is None or (isinstance(value, list) and all(map(is_number, value)))
+        return numbers and (name != "samples_ms" or min(value or [1]) > 0)
     held = value.values() if name == "config" and isinstance(value, dict) else [value]
     return not any(isinstance(each, int) and abs(each) >= 1 << 1023 for each in held)
 
@@ -361,7 +363,7 @@ class Writer:
         Raises:
             StoreError: the disk is full or gone.
         """
-        replace_file(self._store.folder / name, (json.dumps(content, indent=2) + "\n").encode())
+        replace_file(self._store.folder / name, json.dumps(content, indent=2) + "\n")
 
     def _write(self, data: bytes) -> None:
         kept = "What was measured before is kept, and the same command goes on from there."
@@ -407,10 +409,11 @@ def read_file(path: Path) -> bytes | None:
         return None
 
 
-def replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Writes a file in one step: a reader sees the old content or the new, never a part.
 
-    A link of that name is replaced, not followed; the folder it is in may be a link.
+    A link of that name is replaced, not followed; the folder it is in may be a link. A text is
+    written in UTF-8; a question mark stands for what it cannot hold, as in the name of a folder.
 
     Raises:
         StoreError: the disk is full or gone, or the folder is not writable.
@@ -420,5 +423,5 @@ def replace_file(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # whatever it is, it is not written through
         with open(partial, "xb", opener=_unfollowed) as file:
-            file.write(content)
+            file.write(content.encode(errors="replace") if isinstance(content, str) else content)
         partial.replace(path)

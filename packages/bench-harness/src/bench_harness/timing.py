@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from bench_harness import environment
-from bench_harness.core import Row, option
+from bench_harness.core import Config, Row, option
 
 if TYPE_CHECKING:
     import torch
@@ -154,7 +154,7 @@ class SamplingOptions:
 
 def in_turns(
     everyone: Callable[[], Iterable[_Each]],
-    config: Mapping[str, Any],
+    config: Config,
     readings: Callable[[], Iterable[Sequence[float]]],
     *,
     least: int = 1,

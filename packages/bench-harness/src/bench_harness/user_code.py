@@ -22,6 +22,7 @@ import os
 import re
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ import psutil
 
 from bench_harness import process
 from bench_harness.convert import cut
-from bench_harness.core import Case, JsonValue, Row
+from bench_harness.core import Case, Config, JsonValue, Row
 from bench_harness.workload import DIMENSIONS, Workload, imported, language_model, missing_package
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ _OF_LANGUAGE_MODEL = frozenset(
         *("attention", "attentions", "checkpoint_blocks", "keep_attention"),
     }
 )
+
+#: Modules that a factory returned and that still exist.
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -225,7 +229,7 @@ def _is_installed(file: Path) -> bool:
 
 
 def imported_module(
-    subject: Mapping[str, Any],
+    subject: Config,
     device: torch.device,
     precision: str,
     *,
@@ -249,7 +253,8 @@ def imported_module(
     arguments = subject.get("model_args") or {}
     torch.manual_seed(seed)
     try:
-        module = make(**arguments)
+        with contextlib.chdir("."):
+            module = make(**arguments)
     except (Exception, SystemExit) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         raise ValueError(
@@ -261,6 +266,12 @@ def imported_module(
             f"model must be a factory that returns a torch.nn.Module, but {name!r} returned "
             f"{type(module).__name__}. Return the module."
         )
+    if not _made.isdisjoint(module.modules()):
+        raise ValueError(
+            f"model must be a factory that returns a new module with each call, but {name!r} "
+            "returned one again, which a variant before has changed. Make it in the factory."
+        )
+    _made.update(module.modules())
     if batch_seed is not None:
         torch.manual_seed(batch_seed)
     args, kwargs = parse_inputs(subject["input"], device)
@@ -274,7 +285,7 @@ def imported_module(
     )
 
 
-def _loss(subject: Mapping[str, Any], device: torch.device) -> Callable[[Any], Tensor]:
+def _loss(subject: Config, device: torch.device) -> Callable[[Any], Tensor]:
     """From the module's output to a scalar: the user's function, or :func:`scalar_loss`."""
     if subject.get("loss") is None:
         return scalar_loss
@@ -296,7 +307,7 @@ def _loss(subject: Mapping[str, Any], device: torch.device) -> Callable[[Any], T
     return loss
 
 
-def fitting(subject: Mapping[str, Any], device: torch.device) -> int:
+def fitting(subject: Config, device: torch.device) -> int:
     """The number of parameters of a subject, whose input has passed through it once.
 
     It passes as tensors without memory where the module allows, so a mistake costs no time.
@@ -411,14 +422,14 @@ def scalar_loss(output: Any) -> Tensor:
         found = next(iter(found.values())) if isinstance(found, Mapping) else found[0]
     if not isinstance(found, torch.Tensor):
         raise ValueError(
-            "the module must return a tensor, or an object with loss or logits, but got "
-            f"{type(output).__name__}. Name a --loss function that takes it."
+            "loss must be computed from a tensor, or an object with loss or logits, but the module "
+            f"returned {type(output).__name__}. Name a --loss function that takes it."
         )
     return found.float().mean()
 
 
 def workload_of(
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device,
     *,
     precision: str,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bench_harness.core import CaseSkipped
+from bench_harness.core import CaseSkipped, Config
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +34,17 @@ _BILLIONS = dict(zip(SIZES, (0.13, 0.42, 0.97, 2.0, 3.4, 3.4, 12.8, 8.1, 0.0), s
 _BLOCKS = dict(zip(SIZES, (12, 24, 36, 48, 32, 32, 50, 34, 0), strict=True))
 
 
-def billions(config: Mapping[str, Any]) -> float:
+def billions(config: Config) -> float:
     """About how many 10⁹ parameters a case's language model has; 0 where nothing is known."""
     return _BILLIONS.get(config.get("size", ""), 0.0)
 
 
-def blocks(config: Mapping[str, Any]) -> int:
+def blocks(config: Config) -> int:
     """How many blocks a case's language model has; 0 where nothing is known."""
     return int(config.get("num_layers") or _BLOCKS.get(config.get("size", ""), 0))
 
 
-def too_large(config: Mapping[str, Any]) -> str | None:
+def too_large(config: Config) -> str | None:
     """Why a case's language model does not fit the memory of this machine's CPUs; None if it may.
 
     A model takes 4 bytes a parameter, and training 16, on every rank: weights, gradients and
@@ -280,7 +280,7 @@ def imported(name: str, what: str) -> Any:
         sys.dont_write_bytecode = before
 
 
-def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
+def language_model_config(config: Config) -> ModelConfig:
     """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly.
 
     Raises:
@@ -304,7 +304,7 @@ def language_model_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def language_model(
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device,
     *,
     precision: str,

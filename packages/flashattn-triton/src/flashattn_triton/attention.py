@@ -13,6 +13,7 @@ from flashattn_triton.documents import places_of_cache, places_of_documents
 from flashattn_triton.inputs import (
     as_length,
     as_starts,
+    autocast,
     check_tensors,
     check_varlen,
     given_starts,
@@ -410,16 +411,3 @@ def _attend_to_packed_rows(
     )
     out, lse = (x.unflatten(dim, rows[0].shape[:-2]) for x, dim in ((out, 0), (lse, 1)))
     return out if layout == "bshd" else out.movedim(-2, -3), lse.movedim(0, -2)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Floating tensors in autocast's dtype, which is for attention's two matrix products.
-
-    As they are where autocast is on for another kind of device, or of float64 as in PyTorch.
-    """
-    first = tensors[0]
-    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
-    return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))

@@ -18,6 +18,8 @@ from flashattn_triton.configs import INTERPRETER, Tiling, tiling_for
 from flashattn_triton.hopper import eligibility
 from flashattn_triton.hopper.configs import backward_config, forward_config
 from flashattn_triton.inputs import (
+    autocast,
+    check_dense,
     check_tensors,
     refuse_unknown,
     refuse_with_packed_rows,
@@ -40,6 +42,7 @@ from flashattn_triton.problem import (
     check_choice,
     heads_first,
     new_problem,
+    normalise_flag,
 )
 
 Tier = Literal["tiled", "triton", "hopper", "reference"]
@@ -271,24 +274,25 @@ def explain(
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
     not depend on ``document_ids``, ``max_documents``, ``key_lengths`` and ``return_lse``, which are
-    taken so that a call can be explained as it is written.
+    taken so that a call can be explained as it is written; their shapes and values are not checked.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
+    normalise_flag("return_lse", return_lse)
     check_tensors(query=query, key=key, value=value)
     options: dict[str, Any] = dict(keywords)
     tensors = {name: options.pop(name, None) for name in NAMES}
-    layout, documents, *_ = (
-        options.pop(name, None)
-        for name in ("layout", "document_ids", "max_documents", "key_lengths")
-    )
+    layout = options.pop("layout", None)
+    options.pop("max_documents", None)
+    packed = {name: options.pop(name, None) for name in ("document_ids", "key_lengths")}
     query, key, value, given = in_four_dimensions(layout, query, key, value, Given(**tensors))
-    query, key, value = (heads_first(x, layout or "bhsd") for x in (query, key, value))
+    query, key, value = (heads_first(x, layout or "bhsd") for x in autocast(query, key, value))
+    check_dense(query, key, value)
     problem = new_problem("bhsd", query.shape[-1], **options)
     given = normalised(problem, query, key, given)
     bias = tensors["bias"]
-    if documents is not None:
-        del tensors["alibi_slopes"], tensors["sinks"]
-        refuse_with_packed_rows("document_ids", **tensors)
+    del tensors["alibi_slopes"], tensors["sinks"]
+    for name in (name for name, x in packed.items() if x is not None):
+        refuse_with_packed_rows(name, **tensors)
     plan = choose(query, key, value, problem, tensors=given.names)
     lines = [f"tier: {plan.tier} ({plan.reason})"]
     head_dims = query.shape[-1], value.shape[-1]

@@ -231,6 +231,19 @@ def check_inputs(
         check_dense(*(heads_first(x, problem.layout) for x in (query, key, value)))
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Floating tensors in autocast's dtype, which is for attention's two matrix products.
+
+    As they are where autocast is on for another kind of device, or of float64 as in PyTorch.
+    """
+    first = tensors[0]
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    kept = [not x.is_floating_point() or x.dtype == torch.float64 for x in tensors]
+    return tuple(x if keep else x.to(dtype) for x, keep in zip(tensors, kept, strict=True))
+
+
 # ---- calls that mean something else than they compute --------------------------------------------
 
 _given: set[str] = set()  # kinds of warnings that this process has seen

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment
 from bench_harness.roofline import forward_flops
@@ -91,7 +90,7 @@ class Accounting(Experiment):
             )
         ]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Calculates; nothing is measured."""
         progress("calculating")
         config = case.config

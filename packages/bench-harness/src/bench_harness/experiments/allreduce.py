@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.distributed import default_world_size, on_rank_0, run_on_ranks, slowest_rank
@@ -86,7 +86,7 @@ class AllReduce(Experiment):
         ]
         return [Case(experiment=self.name, config=config, timeout_s=900) for config in configs]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Checks the result of every collective at every size, then times it."""
         results = run_on_ranks(case, progress, measure_rank)
         return [slowest_rank(ranks) for ranks in zip(*results, strict=True)]
@@ -144,11 +144,7 @@ class AllReduce(Experiment):
 
 
 def measure_rank(
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    config: Mapping[str, Any],
-    progress: Callable[[str], None],
+    rank: int, world_size: int, device: torch.device, config: Config, progress: Progress
 ) -> list[Row]:
     """One rank's part: a row per collective and size with this rank's samples."""
     import torch
@@ -177,12 +173,8 @@ def measure_rank(
             for _ in range(config["samples"]):
                 _once(calls, device, samples)
         rows += [
-            {
-                "variant": operation,
-                "payload": f"{4 * numel / 2**20:.4g} MiB",
-                "size_bytes": 4 * numel,
-                **timed.row(),
-            }
+            {"variant": operation, "payload": f"{4 * numel / 2**20:.4g} MiB"}
+            | {"size_bytes": 4 * numel, **timed.row()}
             for operation, timed in samples.items()
         ]
     return rows
@@ -237,10 +229,9 @@ def check(operation: str, rank: int, world_size: int, numel: int, device: torch.
     vector, share = position.float().add_(rank), position[mine].float()
     collective(operation, vector, share)()
     total = position * world_size + world_size * (world_size - 1) // 2
-    found, expected = {
-        "all_reduce": (vector, total),
-        "reduce_scatter": (share, total[mine]),
-    }.get(operation, (vector, position))
+    found, expected = {"all_reduce": (vector, total), "reduce_scatter": (share, total[mine])}.get(
+        operation, (vector, position)
+    )
     wrong = int((found != expected).sum())
     if wrong:
         raise ArithmeticError(

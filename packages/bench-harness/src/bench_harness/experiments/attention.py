@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import attentions, roofline
 from bench_harness.attentions import CLOCKS, DTYPES, FEATURES, PASSES
-from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import cells, row_tables
 from bench_harness.display.lines import Panel, draw_lines, points
 from bench_harness.experiments.base import DeviceOptions, Experiment
@@ -146,16 +145,9 @@ class Attention(Experiment):
         }
         return [
             _case(
-                {
-                    **config,
-                    "clock": clock,
-                    "dtype": dtype,
-                    "head_dim": head_dim,
-                    "mask": mask,
-                    "sequences": list(sequences),
-                    "variants": variants,
-                    **({"varying": chosen.varying} if chosen.varying else {}),
-                }
+                {**config, "clock": clock, "dtype": dtype, "head_dim": head_dim, "mask": mask}
+                | {"sequences": list(sequences), "variants": variants}
+                | ({"varying": chosen.varying} if chosen.varying else {})
             )
             for dtype in chosen.dtypes
             for head_dim in chosen.head_dims
@@ -164,7 +156,7 @@ class Attention(Experiment):
             for clock in chosen.clock
         ]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Compares every variant with the reference on each problem, then times its passes."""
         import torch._dynamo.config
         import torch._functorch.config
@@ -302,7 +294,7 @@ def _batch(batch: int, tokens: int | None, sequence: int) -> int:
     return batch if tokens is None else max(1, tokens // sequence)
 
 
-def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
+def problems(config: Config) -> list[list[Problem]]:
     """The problems of a case: a list for each length, of one for each feature."""
     from bench_harness.experiments.attention_measure import Problem
 
@@ -330,7 +322,7 @@ def problems(config: Mapping[str, Any]) -> list[list[Problem]]:
     ]
 
 
-def varied(config: Mapping[str, Any]) -> list[Problem]:
+def varied(config: Config) -> list[Problem]:
     """Problems of lengths that are spread over the range of sequences, in mixed order.
 
     By steps of the golden ratio: no two neighbours are alike, and every run has the same lengths.
@@ -348,7 +340,7 @@ def _case(config: Row) -> Case:
     )
 
 
-def label(config: Mapping[str, Any]) -> str:
+def label(config: Config) -> str:
     """A case's name: its problem, and the variants."""
     sequences, packed = config["sequences"], config["packed"]
     heads, kv_heads = config["heads"], config["kv_heads"]

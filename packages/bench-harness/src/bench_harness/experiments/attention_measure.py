@@ -30,9 +30,10 @@ from bench_harness.attentions import (
     find,
     forward_only,
     naive,
+    refusals,
     stores_scores,
 )
-from bench_harness.core import CaseSkipped, Row
+from bench_harness.core import CaseSkipped, Config, Progress, Row
 from bench_harness.roofline import attention_flops
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
 from bench_harness.workload import ran
@@ -357,20 +358,15 @@ class Attempts:
 
     def prove(self) -> None:
         """Compares every implementation with the fp32 reference on this problem."""
-        wanted = exact(self.problem, self.tensors, self.settings)
+        given = (self.problem, self.tensors, self.settings)
+        wanted = exact(*given)
         for name in self.about:
             with self.ending(name):
                 attend = self.calls[name] = _call(name, self.tensors, self.settings)
                 rounded = _STORED_SCORES if stores_scores(name) else 1
                 limit = rounded * TOLERANCE[self.problem.dtype]
                 self.about[name] |= errors(
-                    attend,
-                    self.problem,
-                    self.tensors,
-                    self.settings,
-                    wanted,
-                    limit,
-                    forward_only=forward_only(name),
+                    attend, *given, wanted, limit, forward_only=forward_only(name)
                 )
                 self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
                 if name.startswith("naive") and self.problem.is_plain:
@@ -405,13 +401,8 @@ def _call(
 ) -> Callable[[], Tensor]:
     """An implementation as a call without arguments; skipped if the problem asks for more."""
     attend: Attend = find(name)
-    try:
+    with refusals(name, TypeError):
         inspect.signature(attend).bind(*tensors[:3], **settings)
-    except TypeError as error:
-        raise CaseSkipped(
-            f"the problem must be one that {name} takes, but got an error: {error}. Leave it out "
-            "of variants."
-        ) from error
     return lambda: attend(*tensors[:3], **settings)
 
 
@@ -439,12 +430,11 @@ def _saved_bytes(
     return sum(storages.values())
 
 
-def time_in_turns(
-    everyone: Sequence[Attempts], config: Mapping[str, Any], progress: Callable[[str], None]
-) -> None:
+def time_in_turns(everyone: Sequence[Attempts], config: Config, progress: Progress) -> None:
     """Times the passes of all implementations on some problems in turns."""
     rounds = config["rounds"]
-    least = -(-config["samples"] // rounds)
+    how: Row = {name: config[name] / rounds for name in ("warmup_ms", "rep_ms")}
+    how |= {"clock": config["clock"], "least": -(-config["samples"] // rounds)}
     for number, order in in_turns(
         lambda: [(attempts, name) for attempts in everyone for name in attempts.calls],
         config,
@@ -457,15 +447,7 @@ def time_in_turns(
             with attempts.ending(name):
                 for each, call in attempts.passes(name, config["passes"]):
                     samples = attempts.samples.setdefault((name, each), Samples())
-                    taken = sampled(
-                        call,
-                        attempts.device,
-                        clock=config["clock"],
-                        leaves=attempts.leaves,
-                        least=least,
-                        warmup_ms=config["warmup_ms"] / rounds,
-                        rep_ms=config["rep_ms"] / rounds,
-                    )
+                    taken = sampled(call, attempts.device, leaves=attempts.leaves, **how)
                     samples.wall_ms += taken
                     samples.note_gpu(attempts.device, len(taken))
 
@@ -553,10 +535,7 @@ def timer_overhead_ms(clock: str, device: torch.device) -> float:
 
 
 def measured(
-    group: Sequence[Problem],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
+    group: Sequence[Problem], config: Config, device: torch.device, progress: Progress
 ) -> list[Row]:
     """Measures problems in turns: a row per variant and pass, and one per excluded variant."""
     everyone = [Attempts(config["variants"], problem, device) for problem in group]
@@ -583,10 +562,7 @@ def measured(
 
 
 def measured_over_lengths(
-    problems: Sequence[Problem],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
+    problems: Sequence[Problem], config: Config, device: torch.device, progress: Progress
 ) -> list[Row]:
     """Times calls of many lengths one after another, with the host: a row per variant and pass.
 

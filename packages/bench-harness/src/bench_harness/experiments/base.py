@@ -14,11 +14,21 @@ from __future__ import annotations
 
 import abc
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Figure, Row, Table, option, plural, registered
+from bench_harness.core import (
+    Case,
+    Config,
+    Figure,
+    Progress,
+    Row,
+    Table,
+    option,
+    plural,
+    registered,
+)
 from bench_harness.environment import gpu_count, resolve_device
 from bench_harness.traces import nsight
 from bench_harness.workload import DIMENSIONS, too_large
@@ -27,7 +37,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 #: Options of which nothing, or less, is no measurement.
-_COUNTS = "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes"
+_COUNTS = (
+    "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes "
+    "world_size kv_heads value_head_dim vocab_size d_model d_ff num_layers num_heads"
+)
+#: Options that may be 0.
+_SPANS = "warmup warmups interval max_seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +56,13 @@ class DeviceOptions:
     )
 
     def __post_init__(self) -> None:
-        for name in _COUNTS.split():
-            held = getattr(self, name, ())
-            if min(held if isinstance(held, tuple) else (held,), default=1) <= 0:
-                raise ValueError(f"{name} must be positive, but got {held}. Raise it.")
+        for least, names in (("positive", _COUNTS), ("0 or more", _SPANS)):
+            for name in names.split():
+                held = getattr(self, name, ())
+                given = held if isinstance(held, tuple) else (held,)
+                smallest = min((each for each in given if each is not None), default=1)
+                if smallest < 0 or (smallest == 0 and names is _COUNTS):
+                    raise ValueError(f"{name} must be {least}, but got {held}. Raise it.")
 
     def stored(self, names: str) -> Row:
         """Options, by names with spaces between, as a case keeps them, and the device there is."""
@@ -119,7 +137,7 @@ class SubjectOptions(DeviceOptions):
         ]
 
 
-def subject_label(subject: Mapping[str, Any], *, batch: bool = True) -> str:
+def subject_label(subject: Config, *, batch: bool = True) -> str:
     """A subject's part of a case's label."""
     if "model" in subject:
         arguments = subject.get("model_args") or {}
@@ -161,7 +179,7 @@ class Experiment(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Measures one case, in a process of its own, and returns one row per variant.
 
         A row holds the measurement (``variant``, ``samples_ms``, ...); the runner adds what

@@ -6,14 +6,14 @@ PyTorch's own viewer; on a CPU the profiler's memory events serve instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Case, Column, Figure, Row, Table, option
+from bench_harness.core import Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import cells, row_tables
 from bench_harness.display.bars import colours
 from bench_harness.display.plots import new_figure
@@ -125,7 +125,7 @@ class Memory(Experiment):
         ]
         return [Case(experiment=self.name, config=config, timeout_s=600) for config in configs]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Records one pass, from the building of the model on."""
         config = case.config
         device = device_of(config["device"])
@@ -137,25 +137,12 @@ class Memory(Experiment):
         # Of a second step the first is only its past.
         peak = max(most for phase, (most, _) in by_phase.items() if phase != FIRST)
         rows: list[Row] = [
-            {
-                "variant": phase,
-                "kind": "phase",
-                "phase": phase,
-                **facts,
-                "peak_bytes": most,
-                "end_bytes": end,
-                "case_peak_bytes": peak,
-            }
+            {"variant": phase, "kind": "phase", "phase": phase, **facts}
+            | {"peak_bytes": most, "end_bytes": end, "case_peak_bytes": peak}
             for phase, (most, end) in by_phase.items()
         ]
-        rows.append(
-            {
-                "variant": "timeline",
-                "kind": "timeline",
-                "phase": None,
-                "timeline": allocations.timeline(events, phases),
-            }
-        )
+        line = allocations.timeline(events, phases)
+        rows.append({"variant": "timeline", "kind": "timeline", "phase": None, "timeline": line})
         rows += [
             {"variant": f"allocation {number}", "kind": "allocation", **row}
             for number, row in enumerate(allocations.largest(events, _LARGEST), start=1)
@@ -308,7 +295,7 @@ def _predicted(row: pd.Series[Any]) -> Row:
     return found
 
 
-def _facts(config: Mapping[str, Any]) -> Row:
+def _facts(config: Config) -> Row:
     """The language model's shape, and its residual stream; nothing of a user's model."""
     if "model" in config:
         return {}
@@ -317,7 +304,7 @@ def _facts(config: Mapping[str, Any]) -> Row:
     return {**shape_row(shape), "residual_bytes": residual}
 
 
-def _of_cpu(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
+def _of_cpu(config: Config, device: torch.device) -> list[MemoryEvent]:
     """The allocations of a pass, by the memory events of the profiler."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "memory.json"
@@ -326,7 +313,7 @@ def _of_cpu(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent
         return from_profile(path)
 
 
-def _of_cuda(config: Mapping[str, Any], device: torch.device) -> list[MemoryEvent]:
+def _of_cuda(config: Config, device: torch.device) -> list[MemoryEvent]:
     """The allocations of a pass, by the caching allocator's own history, which is also dumped."""
     import torch
 
@@ -355,9 +342,7 @@ def _of_cuda(config: Mapping[str, Any], device: torch.device) -> list[MemoryEven
 
 
 def _pass(
-    config: Mapping[str, Any],
-    device: torch.device,
-    mark: Callable[[str], AbstractContextManager[None]],
+    config: Config, device: torch.device, mark: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     """Builds the model and runs one pass; ``mark`` says to which phase allocations belong."""
     import torch

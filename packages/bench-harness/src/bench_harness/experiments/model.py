@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import roofline, timing
-from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.roofline import forward_flops, step_bytes
@@ -117,7 +117,7 @@ class Model(Experiment):
             for warmup in chosen.warmups
         ]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Measures every variant of the case in turns."""
         config = case.config
         device = device_of(config["device"])
@@ -142,18 +142,10 @@ class Model(Experiment):
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
-                    {
-                        "variant": name,
-                        **names[name],
-                        "phase": phase,
-                        "ran": ran,
-                        **facts,
-                        "flops": facts["forward_flops"] * work if work else None,
-                        "least_bytes": least[phase.removeprefix("training ")],
-                        **rates,
-                        "timer_overhead_ms": overhead,
-                        **samples.row(),
-                    }
+                    {"variant": name, **names[name], "phase": phase, "ran": ran, **facts}
+                    | {"flops": facts["forward_flops"] * work if work else None}
+                    | {"least_bytes": least[phase.removeprefix("training ")], **rates}
+                    | {"timer_overhead_ms": overhead, **samples.row()}
                 )
         return rows
 
@@ -269,7 +261,7 @@ def _label(
     return f"model {subject_label(subject)} {which}{ran} warm-up {warmup}"
 
 
-def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings:
+def _settings(variant: Mapping[str, str], config: Config) -> Settings:
     """A variant as a way to train, of which this experiment measures the phases."""
     import dataclasses
 
@@ -280,7 +272,7 @@ def _settings(variant: Mapping[str, str], config: Mapping[str, Any]) -> Settings
     return dataclasses.replace(plain({**config, **variant, **attention}), compile=compiled)
 
 
-def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
+def _facts(config: Config, device: torch.device) -> Row:
     """Shape, parameters, tokens, and the operations of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -299,10 +291,7 @@ def _facts(config: Mapping[str, Any], device: torch.device) -> Row:
 
 
 def measure_phases(
-    variants: Mapping[str, Settings],
-    config: Mapping[str, Any],
-    device: torch.device,
-    progress: Callable[[str], None],
+    variants: Mapping[str, Settings], config: Config, device: torch.device, progress: Progress
 ) -> dict[str, dict[str, Samples]]:
     """Samples by variant and phase.
 

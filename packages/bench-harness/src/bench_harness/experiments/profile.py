@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
@@ -94,7 +93,7 @@ class Profile(Experiment):
         ]
         return [Case(experiment=self.name, config=config, timeout_s=600) for config in configs]
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Profiles inference and a training step, and reads the trace."""
         config = dict(case.config)
         device = device_of(config["device"])
@@ -247,9 +246,7 @@ _WHOLE = {
 _KINDS = ("matmul", "fused attention", "other", "communication")
 
 
-def profiled(
-    config: Mapping[str, Any], device: torch.device, recorder: AbstractContextManager[Any]
-) -> None:
+def profiled(config: Config, device: torch.device, recorder: AbstractContextManager[Any]) -> None:
     """Builds the model, warms it up, and runs the phases under a recorder."""
     import torch
 
@@ -268,7 +265,7 @@ def profiled(
             steps.in_phases(lambda name: phase(name, device))
 
 
-def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
+def rows_of(trace: Trace, facts: Row, config: Config) -> list[Row]:
     """Rows per phase, per kernel in a phase, and per part of attention."""
     rows: list[Row] = []
     for phase in PHASES:
@@ -301,13 +298,8 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
             + [total for total in totals[_SHOWN_KERNELS:] if total["work"] == "other"][:5]
         )
         rows += [
-            {
-                "variant": f"{phase} kernel {number}",
-                "kind": "kernel",
-                "phase": phase,
-                "rank": number,
-                **total,
-            }
+            {"variant": f"{phase} kernel {number}", "kind": "kernel", "phase": phase}
+            | {"rank": number, **total}
             for number, total in enumerate(shown, start=1)
         ]
     windows = [window for phase in PHASES for window in trace.phases(phase)]
@@ -329,15 +321,8 @@ def rows_of(trace: Trace, facts: Row, config: Mapping[str, Any]) -> list[Row]:
             spent = sum(time_inside(trace, name, trace.phases(phase)).values())
             if spent:
                 rows.append(
-                    {
-                        "variant": f"{phase} {name}",
-                        "kind": "range",
-                        "phase": phase,
-                        "range": name,
-                        "total_ms": spent / 1e6,
-                        "gflop": count / 1e9,
-                        "gflop_s": count / spent,
-                    }
+                    {"variant": f"{phase} {name}", "kind": "range", "phase": phase, "range": name}
+                    | {"total_ms": spent / 1e6, "gflop": count / 1e9, "gflop_s": count / spent}
                 )
     return rows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, TypeVar
 
 from bench_harness import roofline
-from bench_harness.core import Bar, Bars, Case, Column, Figure, Row, Table, option
+from bench_harness.core import Bar, Bars, Case, Column, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
 from bench_harness.distributed import default_world_size, run_on_ranks
@@ -186,7 +186,7 @@ class TrainStep(Experiment):
                 cases.append(Case(experiment=self.name, config=config, timeout_s=900))
         return cases
 
-    def run(self, case: Case, progress: Callable[[str], None]) -> list[Row]:
+    def run(self, case: Case, progress: Progress) -> list[Row]:
         """Proves, weighs and times every variant in turns."""
         if case.config["nsight"]:
             from bench_harness.training import nsight

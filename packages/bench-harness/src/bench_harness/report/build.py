@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from bench_harness import experiments
 from bench_harness.core import Figure, Row, Table, in_one_line, plural
@@ -27,9 +27,6 @@ from bench_harness.report.frame import to_frame
 from bench_harness.stats import summarize, with_summary
 from bench_harness.store import ARTIFACTS, Store, StoreError
 from bench_harness.verdict import judge
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _Shown = TypeVar("_Shown")
 
@@ -124,15 +121,16 @@ def build(store: Store) -> Report:
     by_name = _by("experiment", loaded.rows)
     order = sorted(by_name, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     environments = store.environments()
+    notes = _notes(store, loaded.damaged, environments)
     return Report(
         name=store.folder.resolve().name,
         runs=store.runs(),
         environments=environments,
         commits=list(dict.fromkeys(row["commit"] for row in loaded.rows if row["commit"])),
         sections=[_section(name, by_name[name], store.folder) for name in order],
-        notes=_notes(store, loaded.damaged, environments),
-        headlines=headlines(loaded.rows),
-        tiles=tiles(loaded.rows),
+        headlines=_made(headlines, loaded.rows, "headlines", notes),
+        tiles=_made(tiles, loaded.rows, "figures", notes),
+        notes=notes,
         on_cpu=on_cpu(loaded.rows),
     )
 
@@ -163,8 +161,8 @@ def _section(name: str, rows: list[Row], folder: Path) -> Section:
         summary = "rows of an experiment that is not installed here"
     else:
         summary = experiment.summary
-        tables = _made(experiment.tables, rows, "tables", problems)
-        figures = _made(experiment.figures, rows, "pictures", problems)
+        tables = _made(lambda own: experiment.tables(to_frame(own)), rows, "tables", problems)
+        figures = _made(lambda own: experiment.figures(to_frame(own)), rows, "pictures", problems)
     return Section(
         name=name,
         summary=summary,
@@ -184,11 +182,11 @@ def _by(name: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
 
 
 def _made(
-    make: Callable[[pd.DataFrame], list[_Shown]], rows: list[Row], what: str, problems: list[str]
+    make: Callable[[list[Row]], list[_Shown]], rows: list[Row], what: str, problems: list[str]
 ) -> list[_Shown]:
     """Calls ``make`` with all rows; if that fails, with those of cases for which it succeeds."""
     try:
-        return make(to_frame(rows))
+        return make(rows)
     except Exception as error:  # noqa: BLE001 - shown in the report
         problem = f"{what}: {where(error)}"
     good: list[Row] = []
@@ -197,14 +195,14 @@ def _made(
         try:
             # Others hold nothing that could be shown alone.
             if own[0]["status"] == "ok":
-                make(to_frame(own))
+                make(own)
             good += own
         except Exception:  # noqa: BLE001 - the first error is shown
             bad.append(own[0]["label"])
     made: list[_Shown] = []
     if good and bad:
         with contextlib.suppress(Exception):
-            made = make(to_frame(good))
+            made = make(good)
             problem += f". Left out: {', '.join(bad[:_NAMED])}{', …' * (len(bad) > _NAMED)}"
     problems.append(problem)
     return made

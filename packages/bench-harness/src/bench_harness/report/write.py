@@ -42,8 +42,8 @@ def write(report: Report, folder: Path) -> Path:
         for table in list(section.tables):
             stem = tables / table_stem(section.name, table.title)
             with _or_left_out(section, section.tables, table, f"table {table.title}"):
-                replace_file(stem.with_suffix(".csv"), csv(table.frame).encode())
-                replace_file(stem.with_suffix(".md"), markdown(table).encode())
+                replace_file(stem.with_suffix(".csv"), csv(table.frame))
+                replace_file(stem.with_suffix(".md"), markdown(table))
         for figure in list(section.figures):
             drawn = figure.figure
             if isinstance(drawn, Timelines):  # which a page shows, and no file
@@ -53,7 +53,7 @@ def write(report: Report, folder: Path) -> Path:
                 replace_file(stem.with_suffix(".png"), png_bytes(drawn))
                 replace_file(stem.with_suffix(".svg"), svg_bytes(drawn))
     page = folder / PAGE
-    replace_file(page, render(report).encode())
+    replace_file(page, render(report))
     return page
 
 

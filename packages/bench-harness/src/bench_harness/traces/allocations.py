@@ -134,13 +134,8 @@ def largest(events: Sequence[MemoryEvent], count: int) -> list[Row]:
         groups[each.nbytes, each.phase, each.source][each.stack] += 1
     ordered = sorted(groups.items(), key=lambda item: (-item[0][0], -item[1].total()))
     return [
-        {
-            "block_bytes": nbytes,
-            "phase": phase,
-            "source": source,
-            "blocks": stacks.total(),
-            "stack": list(stacks.most_common(1)[0][0]),
-        }
+        {"block_bytes": nbytes, "phase": phase, "source": source, "blocks": stacks.total()}
+        | {"stack": list(stacks.most_common(1)[0][0])}
         for (nbytes, phase, source), stacks in ordered[:count]
     ]
 

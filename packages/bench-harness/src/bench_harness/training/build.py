@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from basics_model import CapturedStep
-from bench_harness.core import CaseSkipped
+from bench_harness.core import CaseSkipped, Config
 from bench_harness.training import settings as of
 from bench_harness.training.adapters import (
     Parameters,
@@ -130,7 +130,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return full() if full is not None else tensor
 
 
-def plain(config: Mapping[str, Any]) -> of.Settings:
+def plain(config: Config) -> of.Settings:
     """The variant of a case that has one: a precision, an attention, an optimizer by name."""
     optimizer = Call(config["optimizer"])
     return of.Settings(
@@ -139,9 +139,7 @@ def plain(config: Mapping[str, Any]) -> of.Settings:
 
 
 @contextmanager
-def training(
-    variant: of.Settings, config: Mapping[str, Any], device: torch.device
-) -> Iterator[Training]:
+def training(variant: of.Settings, config: Config, device: torch.device) -> Iterator[Training]:
     """Builds a variant, from the same initial weights on every call, and frees it afterwards.
 
     Args:
@@ -173,7 +171,7 @@ def training(
                 parameter.grad = None
 
 
-def _workload(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Workload:
+def _workload(variant: of.Settings, config: Config, device: torch.device) -> Workload:
     workload = workload_of(
         config,
         device,

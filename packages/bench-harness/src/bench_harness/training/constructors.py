@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from bench_harness import process
 from bench_harness.convert import converted
+from bench_harness.core import Progress
 from bench_harness.workload import imported
 
 #: Seconds for importing every constructor once.
@@ -209,7 +210,7 @@ def signatures() -> dict[str, Signature]:
     return {n: {key: Argument(*each) for key, each in own.items()} for n, own in found.items()}
 
 
-def every(progress: process.Progress | None = None) -> dict[str, Signature]:
+def every(progress: Progress | None = None) -> dict[str, Signature]:
     """:func:`signatures`, read here; imports torch."""
     return {name: _arguments(known) for name, known in _EVERY.items()}
 

@@ -9,8 +9,9 @@ keeps the losses of its first steps, which all variants must share.
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from basics_model.captured_step import CaptureError
-from bench_harness.core import CaseSkipped, Row
+from bench_harness.core import CaseSkipped, Config, Progress, Row
 from bench_harness.distributed import on_rank_0, slowest_rank
 from bench_harness.environment import gpu_now
 from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
@@ -50,9 +51,9 @@ def measure_rank(
     rank: int,
     world_size: int,
     device: torch.device,
-    config: Mapping[str, Any],
+    config: Config,
     folder: str,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> list[Row]:
     """One row per variant, with this rank's samples.
 
@@ -115,7 +116,7 @@ def _largest(values: Sequence[Any]) -> Any:
     return max(values) if isinstance(first, int | float) else first
 
 
-def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
+def weigh_alone(config: Config) -> list[Row]:
     """Memory of rank 0 of any number of ranks, in a group whose collectives move nothing.
 
     One device holds what it would hold among any number of ranks; only the numbers in it are
@@ -137,9 +138,7 @@ def weigh_alone(config: Mapping[str, Any]) -> list[Row]:
         dist.destroy_process_group()
 
 
-def _weighed(
-    variant: of.Settings, before: int, config: Mapping[str, Any], device: torch.device
-) -> Row:
+def _weighed(variant: of.Settings, before: int, config: Config, device: torch.device) -> Row:
     """A function of its own, so that nothing holds a training when the next variant is weighed."""
     with training(variant, config, device) as steps:
         row = facts(steps)
@@ -150,9 +149,9 @@ def _weighed(
 def _prove(
     variants: list[of.Settings],
     rows: list[Row],
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
     definitions: dict[tuple[Call, int], proof.Trained] = {}
@@ -180,7 +179,7 @@ def _prove(
             row["ended"] = troubled[0]
 
 
-def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.device) -> Row:
+def _all_reduces(variant: of.Settings, config: Config, device: torch.device) -> Row:
     """All-reduces alone, from which the cost of a bucket sweep is predicted."""
     with training(variant, config, device) as steps:
         largest = max(p.nbytes for p in steps.workload.module.parameters())
@@ -197,17 +196,12 @@ def _all_reduces(variant: of.Settings, config: Mapping[str, Any], device: torch.
 
 
 def _one_round(
-    variant: of.Settings,
-    row: Row,
-    round_number: int,
-    config: Mapping[str, Any],
-    device: torch.device,
-    folder: Path,
+    variant: of.Settings, row: Row, number: int, config: Config, device: torch.device, folder: Path
 ) -> None:
     """One round of a variant: warm-up, blocks of steps, the optimizer alone; adds to its row."""
-    before = moments.held_before(device) if round_number == 0 else 0
+    before = moments.held_before(device) if number == 0 else 0
     with training(variant, config, device) as steps:
-        if round_number == 0:
+        if number == 0:
             row |= facts(steps) | work(steps, variant)
             row["held_before_bytes"] = before
             row["memory"], row["losses"] = moments.weigh(
@@ -216,9 +210,9 @@ def _one_round(
         warmup = config["warmup"]
         if variant.cuda_graph:
             warmup = max(warmup, variant.steps_before_recording)
-        for number in range(1, warmup + 1):
+        for done in range(1, warmup + 1):
             loss = steps.step()
-            if round_number == 0 and number == config["warmup"]:
+            if number == 0 and done == config["warmup"]:
                 row["losses"].append(proof.mean_over_ranks(loss))
         with _collector_paused():
             synchronize(device)
@@ -227,13 +221,13 @@ def _one_round(
             if variant.cuda_graph:
                 steps.capture()
             for _ in range(config["blocks"]):
-                row["round"].append(round_number)
+                row["round"].append(number)
                 _block(steps.step, config["calls"], device, row)
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device) / 2**30
                 row["peak_gib"] = max(peak, row.get("peak_gib", 0.0))
             _optimizer_alone(steps, row)
-        if round_number == config["rounds"] - 1:
+        if number == config["rounds"] - 1:
             row |= steps.stats()
             if config["profiled"]:
                 name = row["variant"].replace("/", "-").replace(" ", "-")
@@ -323,27 +317,26 @@ def _optimizer_alone(steps: Training, row: Row) -> None:
 
 
 def _compare_losses(variants: list[of.Settings], rows: list[Row]) -> None:
-    """Excludes variants whose first losses differ from those of the first one with their optimizer.
+    """Excludes variants whose first losses are not finite, or not those of the first one with their
+    optimizer.
 
     At full size and in their own precision; the small model has proven them before.
     """
     first: dict[Call, tuple[of.Settings, Row]] = {}
     for variant, row in zip(variants, rows, strict=True):
-        averaged = variant.communicates or dist.get_world_size() == 1
-        if "ended" in row or not averaged or variant.rounds:
+        if "ended" in row:
             continue
-        other, known = first.setdefault(variant.without_communication().optimizer, (variant, row))
-        limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))
-        error = max(
-            abs(found - wanted) / abs(wanted)
-            for found, wanted in zip(row["losses"], known["losses"], strict=True)
-        )
-        if not error <= limit:
-            row["ended"] = {
-                "status": "error",
-                "error": f"the first losses must be those of {known['variant']} within {limit:g} "
-                f"of their size, but got {row['losses']} against {known['losses']}",
-            }
+        other, known, must = variant, row, "be finite"
+        if all(map(math.isfinite, row["losses"])):
+            if (variant.communicates or dist.get_world_size() == 1) and not variant.rounds:
+                optimizer = variant.without_communication().optimizer
+                other, known = first.setdefault(optimizer, (variant, row))
+            limit = max(LOSS_TOLERANCE[each.precision] for each in (variant, other))
+            if proof.relative_error(row["losses"], known["losses"]) <= limit:
+                continue
+            must = f"be those of {known['variant']}, {known['losses']}, within {limit:g}"
+        error = f"the first losses must {must}, but got {row.pop('losses')}"
+        row["ended"] = {"status": "error", "error": error}
 
 
 def _profile(steps: Training, path: Path) -> Row:

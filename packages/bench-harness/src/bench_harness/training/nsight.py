@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bench_harness.core import Row
+from bench_harness.core import Config, Progress, Row
 from bench_harness.traces import nsight
 from bench_harness.training import settings as of
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def rows(config: Row, timeout_s: float, progress: Callable[[str], None]) -> list[Row]:
+def rows(config: Row, timeout_s: float, progress: Progress) -> list[Row]:
     """Records every variant of a case, and reads communication and overlap from the exports.
 
     Raises:
@@ -67,9 +66,7 @@ def read(export: Path, world_size: int) -> Row:
     return over_ranks(ranks)
 
 
-def measure_rank(
-    rank: int, world_size: int, device: torch.device, config: Mapping[str, Any]
-) -> Row:
+def measure_rank(rank: int, world_size: int, device: torch.device, config: Config) -> Row:
     """One rank's part: warm-up, then one step in a range of its own, its phases marked."""
     import torch.distributed as dist
 

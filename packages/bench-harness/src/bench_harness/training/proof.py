@@ -9,14 +9,15 @@ size at which the proof takes no time.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from bench_harness.core import Row
+from bench_harness.core import Config, Row
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
 from bench_harness.training.constructors import Call
@@ -63,7 +64,7 @@ class Trained:
     after: dict[str, Tensor]
 
 
-def small(config: Mapping[str, Any]) -> dict[str, Any]:
+def small(config: Config) -> dict[str, Any]:
     """The configuration of the proof: a small language model, or the case's own other model."""
     return dict(config) if config.get("model") is not None else {**config, **_SMALL}
 
@@ -75,9 +76,7 @@ def steps_of(variant: of.Settings) -> int:
     return max(STEPS, variant.steps_before_recording + REPLAYS)
 
 
-def definition(
-    optimizer: Call, config: Mapping[str, Any], device: torch.device, *, steps: int
-) -> Trained:
+def definition(optimizer: Call, config: Config, device: torch.device, *, steps: int) -> Trained:
     """Trains by the definition: gradients averaged one by one, an unsharded optimizer."""
     plain = of.Settings(optimizer=optimizer)
     with training(plain, small(config), device) as made:
@@ -96,7 +95,7 @@ def definition(
 
 
 def disagreement(
-    variant: of.Settings, expected: Trained, config: Mapping[str, Any], device: torch.device
+    variant: of.Settings, expected: Trained, config: Config, device: torch.device
 ) -> tuple[str | None, Row]:
     """What is wrong with a variant's losses and weights, and the largest errors found.
 
@@ -115,16 +114,14 @@ def disagreement(
         found = steps.parameters()
         if not variant.communicates and dist.get_world_size() > 1:
             return None, {}  # nothing is averaged, so there is nothing to agree with
-        loss_error = max(
-            abs(loss - wanted) / abs(wanted)
-            for loss, wanted in zip(losses, expected.losses, strict=True)
-        )
-        errors = {
-            name: float((found[name] - wanted).norm() / (wanted - expected.before[name]).norm())
+        loss_error = relative_error(losses, expected.losses)
+        moved = {name: after - expected.before[name] for name, after in expected.after.items()}
+        errors = {  # a frozen parameter must not move at all
+            name: float((found[name] - wanted).norm() / moved[name].norm().clamp(min=1e-30))
             for name, wanted in expected.after.items()
         }
         different = apart(found)
-    worst = max(errors, key=lambda name: errors[name])
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     loss_limit, limit = LOSS_TOLERANCE, WEIGHT_TOLERANCE
     if variant.rounds:
         loss_limit = limit = ROUNDED_TOLERANCE
@@ -132,7 +129,8 @@ def disagreement(
     if not loss_error <= loss_limit:
         trouble = (
             f"the losses of {len(losses)} steps must be those of plain averaging within "
-            f"{loss_limit:g} of their size, but got an error of {loss_error:.2e}"
+            f"{loss_limit:g} of their size, but got an error of {loss_error:.2e}: {losses} "
+            f"against {expected.losses}"
         )
     elif not errors[worst] <= limit:
         trouble = (
@@ -141,7 +139,17 @@ def disagreement(
         )
     elif different:
         trouble = f"all ranks must end with the same weights, but got different ones in {different}"
-    return trouble, {"loss_error": loss_error, "weight_error": errors[worst]}
+    largest = {"loss_error": loss_error, "weight_error": errors[worst]}
+    return trouble, {name: error for name, error in largest.items() if math.isfinite(error)}
+
+
+def relative_error(losses: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest error of a loss, relative to it; infinite where one of them is not finite."""
+    if not all(map(math.isfinite, (*losses, *wanted))):
+        return math.inf
+    size = max(map(abs, wanted)) or 1.0  # where a loss is 0
+    pairs = zip(losses, wanted, strict=True)
+    return max(abs(loss - other) / (abs(other) or size) for loss, other in pairs)
 
 
 def mean_over_ranks(value: Tensor) -> float:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashattn_triton import attention
-from flashattn_triton.attention import autocast, flash_attention, flash_attention_varlen
+from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import lost_ranks_named
 from flashattn_triton.context_parallel.operator import context_forward, setting_of
 from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
 from flashattn_triton.context_parallel.tokens import Group, order_of_rank, ranks_of
 from flashattn_triton.context_parallel.transfers import in_words
-from flashattn_triton.inputs import check_dense, check_tensors, refuse_unknown
+from flashattn_triton.inputs import autocast, check_dense, check_tensors, refuse_unknown
 from flashattn_triton.mask_and_bias import check_sinks
 from flashattn_triton.problem import (
     DTYPES,

@@ -219,15 +219,21 @@ def flash_attn_with_kvcache(
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
     cache_seqlens: Tensor | int | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
+    rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
     return_softmax_lse: bool = False,
-    **others: Any,
+    **flash_attn_3: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to the filled part of a cache, to which new keys and values are added before.
 
@@ -241,7 +247,10 @@ def flash_attn_with_kvcache(
             None: none, or without ``k`` all. Nothing is read on the host; the places behind them
             must hold ``k``.
         return_softmax_lse: also return the logsumexp (B, H, N_q) in fp32.
-        others: further arguments of flash-attn, which ask for nothing or raise.
+        rotary_cos: must be None, and so must ``rotary_sin``, ``cache_batch_idx``, ``cache_leftpad``
+            and ``block_table``; ``rotary_interleaved`` must be True.
+        num_splits: has no effect.
+        flash_attn_3: further arguments of flash-attn 3.
 
     The other arguments, and the errors, are those of :func:`flash_attn_func`; the mask is aligned
     to the last key.
@@ -249,6 +258,11 @@ def flash_attn_with_kvcache(
     Returns:
         (B, N_q, H, E), or a pair of it and the logsumexp.
     """
+    others = {
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "block_table": block_table,
+        "rotary_interleaved": rotary_interleaved, "num_splits": num_splits, **flash_attn_3,
+    }  # fmt: skip
     options = _options(
         "flash_attn_with_kvcache", others, causal, softmax_scale, window_size, softcap, alibi_slopes
     )
