@@ -61,8 +61,8 @@ def refuse_averaged_parameters(module: nn.Module) -> None:
             if (owner := getattr(marked, "averaged_by", None)) is not None:
                 raise TypeError(
                     f"module must not share parameters with a wrapped module, but {name} is "
-                    f"synchronised by a {owner}. Use that wrapper, or its detach() if it has one, "
-                    "or put modules that share parameters into one module and wrap that"
+                    f"synchronised by a {owner}. Call detach() on that wrapper first, if it has "
+                    "one, or put modules that share parameters into one module and wrap that"
                 )
 
 

@@ -230,8 +230,8 @@ class GradientReducer:
         if self._dropped and not self.active:
             raise RuntimeError(
                 "a step must use the gradients that backward has reduced, but zero_grad() dropped "
-                "them, or grad was replaced, on this rank. Call zero_grad() before backward or "
-                "after step(), on every rank, and leave grad alone"
+                "them on this rank, or grad was replaced. Call zero_grad() before backward or "
+                "after step(), on every rank"
             )
         if self.active or any(r.shard is None for r in self._reductions):
             self._finish_pass()

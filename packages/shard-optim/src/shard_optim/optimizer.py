@@ -435,7 +435,7 @@ class ShardedOptimizer(Optimizer):
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets all gradients, reduced ones included, under ``reduce_gradients`` to None always."""
+        """Resets all gradients, reduced ones too; to None always under ``reduce_gradients``."""
         if self._reducer is not None:
             self._reducer.drop()
         self.local.drop_gradients()
