@@ -224,7 +224,8 @@ def tile_at(index, work, ROWS_PER_TILE: gl.constexpr, OPTIONS: gl.constexpr):
     causal mask lengths rise or fall steadily: they fall in the last group, and in each other group
     they end as the next one begins.
     """
-    (N_TILES, n_queries, N_HEADS, _HEADS_PER_KV, GROUP), band, tiles_ptr = work
+    sizes, band, tiles_ptr = work
+    N_TILES, n_queries, N_HEADS, _HEADS_PER_KV, GROUP = sizes
     if OPTIONS.packed:  # sequence after sequence, each in groups of heads
         _N_KEYS, offset, width = band
         first_tile, end_q, n_queries, end_k, n_keys, group_size, groups_after, _ = entry_of_tile(
