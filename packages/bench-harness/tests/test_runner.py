@@ -63,6 +63,7 @@ def test_every_end_of_a_case_is_a_row_and_the_others_go_on(store: Store) -> None
     assert "SIGKILL" in rows["toy killed 0"]["error"]
     assert "must not use the names ['status']" in rows["toy reserved 0"]["error"]
     assert "at least one row" in rows["toy empty 0"]["error"]
+    assert "value of a row must be JSON, without NaN, but got nan" in rows["toy nan 0"]["error"]
     assert "being ok" in listener.said
 
 

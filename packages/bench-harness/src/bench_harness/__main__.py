@@ -60,8 +60,8 @@ def run() -> None:
         if not interrupts and not isinstance(error, KeyboardInterrupt):
             raise
         code = 130
-    if code == 130:  # a second Ctrl-C must not interrupt what ends with the interpreter
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, or a second one, must not interrupt what ends with the interpreter.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 

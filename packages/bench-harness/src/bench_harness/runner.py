@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,6 +178,12 @@ def run_case(case: Case, progress: Progress) -> JsonValue:
     for row in rows:
         if reserved := sorted(RESERVED & row.keys()):
             raise ValueError(f"rows must not use the names {reserved}, but got {sorted(row)}")
+        for name, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                text = f"{name} of a row must be JSON, without NaN, but got {value!r:.80}"
+                raise ValueError(text) from None
     _add_timer_overhead(rows, case)
     return {"rows": rows, "machine_before": before, "machine_after": environment.snapshot()}
 
