@@ -97,7 +97,6 @@ def test_less_than_nothing_is_refused(name: str, option: str) -> None:
 @pytest.mark.parametrize(
     ("name", "option"),
     [
-        ("accounting", "world_size"),
         ("attention", "kv_heads"),
         ("attention", "value_head_dim"),
         *(("model", option) for option in ("vocab_size", "d_model", "num_layers")),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 #: Options of which nothing, or less, is no measurement.
 _COUNTS = (
     "batch batches sequences heads head_dims rounds blocks calls samples sizes_mb world_sizes "
-    "world_size kv_heads value_head_dim vocab_size d_model d_ff num_layers num_heads"
+    "kv_heads value_head_dim vocab_size d_model d_ff num_layers num_heads"
 )
 #: Options that may be 0.
 _SPANS = "warmup warmups interval max_seconds"
