@@ -11,27 +11,37 @@ PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
-from {module} import {wrapper}
+from {module} import {names}
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 sys.setswitchinterval(1000)  # gloo's threads get Python's lock only when this one gives it up
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-wrapped = {wrapper}(torch.nn.Linear(8, 1))
-wrapped(torch.randn(4, 8)).sum().backward()
+{work}
 dist.destroy_process_group()
 """
+TRAIN = "{}(torch.nn.Linear(8, 1))(torch.randn(4, 8)).sum().backward()"
+ATTEND = "unshard_tokens(context_parallel_attention(*torch.randn(3, 1, 4, 48, 64)), dim=2)"
 STARTS = 2  # on a busy machine about every second one aborts without the pause before exit
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("module", "wrapper"),
-    [("ddp_lite", "BucketedDDP"), ("shard_optim", "FullyShardedDataParallel")],
+    ("module", "names", "work"),
+    [
+        ("ddp_lite", "BucketedDDP", TRAIN.format("BucketedDDP")),
+        ("shard_optim", "FullyShardedDataParallel", TRAIN.format("FullyShardedDataParallel")),
+        (
+            "flashattn_triton.context_parallel",
+            "context_parallel_attention, unshard_tokens",
+            ATTEND,
+        ),
+    ],
+    ids=["ddp-lite", "shard-optim", "flashattn-triton"],
 )
-def test_a_collective_of_backward_does_not_abort_the_exit(
-    module: str, wrapper: str, tmp_path: Path
+def test_a_collective_does_not_abort_the_exit(
+    module: str, names: str, work: str, tmp_path: Path
 ) -> None:
-    program = PROGRAM.format(module=module, wrapper=wrapper)
+    program = PROGRAM.format(module=module, names=names, work=work)
     for start in range(STARTS):
         command = [sys.executable, "-c", program]
         with contextlib.ExitStack() as running:

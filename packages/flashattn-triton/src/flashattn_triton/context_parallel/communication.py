@@ -12,9 +12,11 @@ NCCL moves them on a stream of its own, and ``wait`` makes the current stream wa
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import functools
 import hashlib
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -84,6 +86,7 @@ def on_wire(group: dist.ProcessGroup, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def lost_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
     """Says what the ranks did together, where the error of the backend does not."""
+    _pause_before_exit()
     try:
         yield
     except torch.OutOfMemoryError:
@@ -93,6 +96,17 @@ def lost_ranks_named(group: dist.ProcessGroup, what: str) -> Iterator[None]:
             f"every rank must take part in {what}, but it failed on rank {group.rank()} of "
             f"{group.size()}: {error}. A rank is lost or makes other calls: restart all ranks."
         ) from error
+
+
+@functools.cache
+def _pause_before_exit() -> None:
+    """Gives gloo's threads a moment before the interpreter finalises; works once per process.
+
+    A transfer keeps a Python object of torch's, which the thread of gloo that carried it out
+    releases later. If the program is about to exit by then, the interpreter ends that thread, and
+    the process aborts after all its work is done (seen with torch 2.15).
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 def _difference(group: dist.ProcessGroup, facts: Sequence[int], starts: Sequence[int]) -> str:
