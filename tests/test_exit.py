@@ -21,7 +21,9 @@ dist.destroy_process_group()
 """
 TRAIN = "{}(torch.nn.Linear(8, 1))(torch.randn(4, 8)).sum().backward()"
 ATTEND = "unshard_tokens(context_parallel_attention(*torch.randn(3, 1, 4, 48, 64)), dim=2)"
-STARTS = 2  # on a busy machine about every second one aborts without the pause before exit
+# Without the pause before exit about every second start of a wrapper aborts on a busy machine, and
+# about every twelfth of attention over ranks.
+STARTS = 6
 
 
 @pytest.mark.nightly
