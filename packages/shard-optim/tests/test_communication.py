@@ -1,5 +1,6 @@
 """``communication=``: everything that moves large tensors goes through what the user gives."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp_lite.peer import PeerCopies
 from ddp_lite.ranks import Ranks
+from process_memory import ProcessMemory
 from ranks import run_ranks
 from shard_optim import FullyShardedDataParallel, ShardedOptimizer
 from shard_optim.communication import GroupCollectives
@@ -124,3 +127,29 @@ def transformer_layers(rank, world_size):
 
 def test_layers_of_torch_that_read_parameters_of_modules_inside_them():
     run_ranks(transformer_layers, 2)
+
+
+def averages(rank, world_size, folder):
+    """Gradients of bf16, averaged by copies, are the float32 means of every rank's bf16 ones."""
+    copies = PeerCopies(ProcessMemory(Path(folder), 4096))
+    model = FullyShardedDataParallel(
+        stack(), compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, communication=copies
+    )
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    model(x).float().square().mean().backward()
+    alone = stack().bfloat16()
+    alone(x.bfloat16()).float().square().mean().backward()
+    rounded = []
+    for own, param in zip(model.parameters(), alone.parameters(), strict=True):
+        if param.ndim < 2:
+            continue
+        grads = [torch.empty_like(param.grad) for _ in range(world_size)]
+        dist.all_gather(grads, param.grad)
+        mean = torch.stack(grads).float().mean(0).view(-1).chunk(world_size)[rank]
+        torch.testing.assert_close(own.grad.detach(), mean, rtol=2.0**-22, atol=0.0)
+        rounded.append(torch.equal(own.grad.detach(), own.grad.detach().bfloat16().float()))
+    assert not any(rounded), "averages were rounded to 16 bits"
+
+
+def test_averages_of_16_bits_by_copies_are_not_rounded(tmp_path):
+    run_ranks(averages, 2, str(tmp_path / "memory"))

@@ -92,7 +92,8 @@ class Communication(Protocol):
     """What moves gradients and parameters between the ranks of a group; each call is collective.
 
     ``communication=`` takes one in place of the process group's own collectives. The name
-    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own.
+    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own. One that has an
+    attribute ``widens``, which is true, also gets float32 outputs for averages of 16-bit inputs.
 
     Attributes:
         group: the ranks.

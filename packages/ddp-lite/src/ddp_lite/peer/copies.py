@@ -19,8 +19,8 @@ An average over N ranks, of which rank r averages row r of each message::
 
 Values are sent from the tensors and received into them: nothing is packed. Each row is averaged
 once and copied, so all ranks end with the same bits; they may differ from NCCL's in the last place.
-For float32 tensors one kernel reads all ranks' values, and writes their average both to the shared
-memory and to the tensor (``kernel.py``). torch's operations do the rest.
+One kernel reads all ranks' values, and writes their mean to the tensor, and to the shared memory if
+others pull it (``kernel.py``); torch's operations do the same on a host.
 ``schedule.py`` has the order of all operations, ``memory.py`` the memory that the ranks share.
 """
 
@@ -43,8 +43,8 @@ from ddp_lite.reduce import Reduction, Waitable
 from ddp_lite.wire import Queued
 
 Program = Callable[[int, int], list[Operation]]
-# Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks, of
-# which it averages any number in two launches. Among more ranks it would first pack them.
+# Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks,
+# where four launches average any number of them.
 _FUSED_NUMEL = 2**20
 _NO_RANGE = nullcontext()
 
@@ -61,7 +61,8 @@ class PeerCopies:
 
     Attributes:
         memory, group: as given, and its ranks.
-        fused: whether ``average`` uses a Triton kernel for float32 tensors: on CUDA.
+        fused: whether a Triton kernel computes means: on CUDA.
+        widens: that ``reduce_scatter`` fills float32 outputs from 16-bit inputs.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
 
@@ -69,6 +70,8 @@ class PeerCopies:
         TypeError: ``memory`` is something else, such as a process group, or ``wire_dtype`` is
             given, which there was.
     """
+
+    widens = True
 
     def __init__(self, memory: SharedMemory, **removed: Never) -> None:
         refuse_removed(type(self), removed)
@@ -110,10 +113,11 @@ class PeerCopies:
         """Starts averaging each input, of which rank r gets the r-th part.
 
         Args:
-            outputs: one-dimensional, shape (n,), each n its own.
-            inputs: one-dimensional, shape (world_size * n,), of the same dtype, left as they are.
+            outputs: one-dimensional, shape (n,), each n its own; of the inputs' dtype, or float32,
+                in which means of 16-bit inputs are not rounded again.
+            inputs: one-dimensional, shape (world_size * n,), left as they are.
         """
-        self._check_shapes(parts=outputs, wholes=inputs)
+        self._check_shapes(parts=outputs, wholes=inputs, widened=True)
         dtype = inputs[0].dtype if inputs else torch.float32
 
         def run() -> None:
@@ -189,15 +193,14 @@ class PeerCopies:
                     landing = schedule.landing_row(rank, peer, world_size)
                     there = _places(slots[peer], landing, row.layout)
                     self._transfer(there, row.addresses, row.layout.sizes, stream)
-                case Kind.REDUCE if program is schedule.average:
-                    self._average(slots[rank], own_sent)
                 case Kind.REDUCE:
-                    self._reduce_into(own_received, slots[rank], own_sent)
+                    pulled = result if program is schedule.average else None
+                    self._average(slots[rank], own_sent, own_received, pulled)
                 case Kind.PUBLISH:
                     there = _places(slots[rank], result, own_sent.layout)
                     self._singly(there, own_sent.addresses, own_sent.layout.sizes, stream)
                     if own_sent.addresses != own_received.addresses:
-                        _copy(own_received.views(), own_sent.views())
+                        torch._foreach_copy_(own_received.views(), own_sent.views())
                 case Kind.PULL:
                     row = received[peer]
                     there = _places(slots[peer], result, row.layout)
@@ -209,49 +212,34 @@ class PeerCopies:
             return copy_batch
         return self._singly
 
-    def _average(self, slot: Tensor, own: Row) -> None:
-        """Averages this rank's row of its slot (rows, elements) into its result row and ``own``."""
-        layout, result_row = own.layout, schedule.result_row(self._world_size)
-        by_torch = [True] * len(own.addresses)
-        if self.fused and slot.dtype == torch.float32:
-            from ddp_lite.peer.kernel import average, shares_launch
+    def _average(self, slot: Tensor, own: Row, targets: Row, result: int | None) -> None:
+        """Averages this rank's row of its slot (rows, elements) with its own values.
 
-            least = _FUSED_NUMEL if self._world_size == 2 else 0
-            entries = list(zip(own.addresses, layout.starts, layout.numels, strict=True))
-            by_torch = [entry[2] < least and not shares_launch(*entry) for entry in entries]
-            chosen = [e for e, other in zip(entries, by_torch, strict=True) if not other]
-            result_at = _row_at(slot, result_row)
-            average(chosen, slot.data_ptr(), result_at, slot.stride(0), self._world_size)
-        if not any(by_torch):
-            return
-        result = slot[result_row]
-        values = list(compress(own.views(), by_torch))
-        averages = list(compress(layout.views_in(result), by_torch))
-        if self._world_size == 2:
-            # a + (b - a)/2, computed in float32 and rounded once; the result is where a landed
-            torch._foreach_lerp_(averages, values, 0.5)
-        else:
-            self._add_own(slot, own)
-            length = layout.length
-            torch.mean(slot[: self._world_size, :length], 0, out=result[:length])
-        _copy(values, averages)
+        The means go to ``targets``, and to the row ``result`` of the slot if the others pull them.
+        """
+        layout, world_size = own.layout, self._world_size
+        values, places = own.addresses, targets.addresses
+        entries = list(zip(values, places, layout.starts, layout.numels, strict=True))
+        by_torch = [True] * len(entries)
+        if self.fused and entries:
+            from ddp_lite.peer.kernel import DTYPES, average, shares_launch
 
-    def _reduce_into(self, targets: Row, slot: Tensor, own: Row) -> None:
-        """Averages this rank's row into ``targets``, which divide it as ``own`` does."""
-        if self._world_size > 2:
-            self._add_own(slot, own)
-        rows = slot[: self._world_size]
-        chunks = zip(own.layout.starts, own.layout.numels, strict=True)
-        for (at, numel), target, value in zip(chunks, targets.views(), own.views(), strict=True):
-            values = rows[:, at : at + numel]
-            if self._world_size > 2:
-                torch.mean(values, 0, out=target)
-            else:
-                torch.lerp(values[0], value, 0.5, out=target)
-
-    def _add_own(self, slot: Tensor, own: Row) -> None:
-        """Copies this rank's values beside those that have landed."""
-        _copy(own.layout.views_in(slot[self._world_size - 1]), own.views())
+            if slot.dtype in DTYPES:
+                least = _FUSED_NUMEL if world_size == 2 and result is not None else 0
+                by_torch = [e[3] < least and not shares_launch(*e) for e in entries]
+                chosen = [e for e, other in zip(entries, by_torch, strict=True) if not other]
+                average(chosen, slot, world_size, targets.tensors[0].dtype, result)
+        if any(by_torch):
+            landed = [list(compress(layout.views_in(row), by_torch)) for row in slot]
+            exact = torch.promote_types(slot.dtype, torch.float32)
+            means = [value.to(exact) for value in compress(own.views(), by_torch)]
+            means = list(torch._foreach_add(means, landed[0]))
+            for others in landed[1:]:
+                torch._foreach_add_(means, others)
+            torch._foreach_div_(means, world_size)
+            torch._foreach_copy_(list(compress(targets.views(), by_torch)), means)
+            if result is not None:
+                torch._foreach_copy_(landed[result], means)
 
     def _slots_of(self, number: int, dtype: torch.dtype) -> list[Tensor]:
         """Each rank's slot of a number."""
@@ -283,6 +271,7 @@ class PeerCopies:
     # -- arguments ---------------------------------------------------------------------------
 
     def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors; ValueError unless they are contiguous, here, and of one floating dtype."""
         if not tensors:
             return tensors
         dtype, device = tensors[0].dtype, self.memory.device
@@ -306,13 +295,20 @@ class PeerCopies:
                 )
         return tensors
 
-    def _check_shapes(self, *, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+    def _check_shapes(
+        self, *, parts: Sequence[Tensor], wholes: Sequence[Tensor], widened: bool = False
+    ) -> None:
+        """ValueError unless each part is a share of its whole; ``widened``: maybe in float32."""
         if len(parts) != len(wholes):
             raise ValueError(
                 f"there must be one part for each whole, but got {len(parts)} parts and "
                 f"{len(wholes)} wholes. Pass lists of the same length"
             )
-        self._checked([*wholes, *parts])
+        if widened and all(part.dtype == torch.float32 for part in parts):
+            self._checked(wholes)
+            self._checked(parts)
+        else:
+            self._checked([*wholes, *parts])
         for part, whole in zip(parts, wholes, strict=True):
             if part.dim() != 1 or whole.shape != (part.numel() * self._world_size,):
                 raise ValueError(
@@ -355,8 +351,3 @@ def _places(slot: Tensor, row: int, layout: Layout) -> list[int]:
 
 def _row_at(slot: Tensor, row: int) -> int:
     return slot.data_ptr() + row * slot.stride(0) * slot.itemsize
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))

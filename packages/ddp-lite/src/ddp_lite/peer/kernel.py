@@ -8,37 +8,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-Entry = tuple[int, int, int]
+Entry = tuple[int, int, int, int]
+"""One tensor: the address of this rank's values, that of their mean, where they begin in each row
+(elements), and how many there are."""
 
+DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 _BLOCK, _NUM_WARPS = 4096, 8  # elements that one program averages, and the warps that do it
 # Triton compiles a kernel for each number of tensors and for each pattern of what in them is
 # divisible by 16. So only tensors that are divisible throughout share a launch, by powers of two.
 _DIVISOR, _MOST_TENSORS = 16, 16
 
 
-def shares_launch(own: int, start: int, numel: int) -> bool:
+def shares_launch(own: int, target: int, start: int, numel: int) -> bool:
     """Whether these values are averaged in one launch with others; see ``average``."""
-    return (own | start | numel) % _DIVISOR == 0
+    return (own | target | start | numel) % _DIVISOR == 0
 
 
 def average(
-    entries: Sequence[Entry], landed: int, result: int, row_length: int, world_size: int
+    entries: Sequence[Entry], slot: Tensor, world_size: int, into: torch.dtype, result: int | None
 ) -> None:
-    """Replaces this rank's values by their means over all ranks, and publishes these.
+    """Writes the means of this rank's and all other ranks' values, rounded once.
 
-    All values are float32. It is queued on the current stream.
+    It is queued on the current stream. Sums are in float32, or float64 for values in float64.
 
     Args:
-        entries: of each tensor its address, where its values begin in each row, in elements, and
-            how many there are.
-        landed: address of the other ranks' values, which are ``world_size - 1`` rows.
-        result: address of one row, where the other ranks read the means. It may be a row of
-            ``landed``, because every element is read before it is written.
-        row_length: elements from one row to the next.
+        entries: the tensors, whose values have the dtype of ``slot``.
+        slot: shape (rows, elements), of which the first ``world_size - 1`` rows hold the other
+            ranks' values.
         world_size: number of ranks.
+        into: the dtype of the means.
+        result: number of the row where the other ranks read the means, in the dtype of ``slot``;
+            None if they do not. It may be one of their values, because every element is read before
+            it is written.
     """
     launches = [([entry], False) for entry in entries if not shares_launch(*entry)]
     together = [entry for entry in entries if shares_launch(*entry)]
@@ -46,10 +57,12 @@ def average(
     for group, aligned in launches:
         average_kernel[(_blocks(group),)](
             *zip(*group, strict=True),
-            landed,
-            result,
-            row_length,
+            slot.data_ptr(),
+            slot.stride(0),
             world_size,
+            result,
+            DTYPES[slot.dtype],
+            DTYPES[into],
             aligned,
             _BLOCK,
             num_warps=_NUM_WARPS,
@@ -58,54 +71,60 @@ def average(
 
 
 def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """What each launch works on, with entries of no elements (the third number) up to 2^n."""
+    """What each launch works on, with entries of no elements (the last number) up to 2^n."""
     for i in range(0, len(entries), _MOST_TENSORS):
         group = list(entries[i : i + _MOST_TENSORS])
-        first, second, _ = group[0]  # of the types that Triton compiles for
         missing = (1 << (len(group) - 1).bit_length()) - len(group)
-        yield group + [(first, second, 0)] * missing
+        yield group + [(*group[0][:3], 0)] * missing  # of the types that Triton compiles for
 
 
 def _blocks(group: Sequence[Entry]) -> int:
-    return sum(-(-numel // _BLOCK) for _, _, numel in group)  # triton.cdiv is slow on the host
+    return sum(-(-numel // _BLOCK) for *_, numel in group)  # triton.cdiv is slow on the host
 
 
 @triton.jit
 def average_kernel(  # type: ignore[no-untyped-def]
     owns,
+    targets,
     starts,
     numels,
-    landed,
-    result,
+    rows,
     row_length,
     world_size: tl.constexpr,
+    result: tl.constexpr,
+    dtype: tl.constexpr,
+    into: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
 ):
     """See ``average``; ``aligned`` is whether everything is divisible by 16."""
     # Which tensor this program works on, and which of its blocks.
     index = tl.program_id(0)
-    address, start, numel = owns[0], starts[0], numels[0]
+    address, target, start, numel = owns[0], targets[0], starts[0], numels[0]
     first = tl.cdiv(numels[0], block)
     first_of_own = 0
     for i in tl.static_range(1, len(owns)):
         if index >= first:
-            address, start, numel, first_of_own = owns[i], starts[i], numels[i], first
+            address, target, start, numel = owns[i], targets[i], starts[i], numels[i]
+            first_of_own = first
         first += tl.cdiv(numels[i], block)
     offset = (index - first_of_own).to(tl.int64) * block + tl.arange(0, block)
-    own, rows = _pointer(address, aligned), _pointer(landed, aligned)
-    published = _pointer(result, aligned)
     inside = offset < numel
-    total = tl.load(own + offset, inside)
+    # Those of other ranks begin here.
+    landed = _pointer(rows, dtype, aligned) + start + offset
+    length = row_length.to(tl.int64)
+    exact: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
+    total = tl.load(_pointer(address, dtype, aligned) + offset, inside).to(exact)
     for row in tl.static_range(world_size - 1):
-        total += tl.load(rows + row * row_length.to(tl.int64) + start + offset, inside)
+        total += tl.load(landed + row * length, inside).to(exact)
     mean = total * (1.0 / world_size)
-    tl.store(published + start + offset, mean, inside)
-    tl.store(own + offset, mean, inside)
+    if result is not None:
+        tl.store(landed + result * length, mean, inside)
+    tl.store(_pointer(target, into, aligned) + offset, mean, inside)
 
 
 @triton.jit
-def _pointer(address, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
     """Without the hint Triton loads and stores single elements, whatever the address is."""
-    pointer = address.to(tl.pointer_type(tl.float32))
+    pointer = address.to(tl.pointer_type(dtype))
     return tl.multiple_of(pointer, 16) if aligned else pointer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ddp_lite.peer.schedule import Chunk, length_of
+from ddp_lite.peer.schedule import Chunk
 
 
 class Layout:
@@ -19,7 +19,7 @@ class Layout:
 
     Args:
         chunks: in the order in which they lie in the row.
-        itemsize: bytes of an element.
+        itemsize: bytes of an element of the row.
 
     Attributes:
         chunks: as given.
@@ -27,7 +27,6 @@ class Layout:
         numels: elements of each chunk.
         places: where each chunk begins in the row, in bytes.
         sizes: bytes of each chunk.
-        length: elements of the row up to the end of its last chunk.
     """
 
     def __init__(self, chunks: Sequence[Chunk], itemsize: int) -> None:
@@ -36,12 +35,11 @@ class Layout:
         self.numels = [chunk.end - chunk.begin for chunk in chunks]
         self.places = [start * itemsize for start in self.starts]
         self.sizes = [numel * itemsize for numel in self.numels]
-        self.length = length_of(chunks)
-        self._begins = [(chunk.tensor, chunk.begin * itemsize) for chunk in chunks]
 
     def row(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> Row:
         """The row of one message, with its tensors, contiguous, and their addresses."""
-        at = [addresses[tensor] + begin for tensor, begin in self._begins]
+        itemsize = tensors[0].itemsize if tensors else 0
+        at = [addresses[chunk.tensor] + chunk.begin * itemsize for chunk in self.chunks]
         return Row(self, tensors, at)
 
     def views_in(self, row: Tensor) -> list[Tensor]:

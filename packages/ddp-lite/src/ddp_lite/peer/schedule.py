@@ -134,21 +134,17 @@ def _gather(rank: int, world_size: int) -> list[Operation]:
 
 
 def rows_in_slot(world_size: int) -> int:
-    """Rows of shared memory that one slot needs.
-
-    Two ranks average in the row that the other one has written. More ranks need a row for each
-    rank's values, their own included, and one for the result.
-    """
-    return 1 if world_size == 2 else world_size + 1
+    """Rows of shared memory that one slot needs: one for the values of each other rank."""
+    return world_size - 1
 
 
 def landing_row(sender: int, owner: int, world_size: int) -> int:
-    """The row of ``owner``'s slot in which ``sender``'s values land; its own come last."""
+    """The row of ``owner``'s slot in which ``sender``'s values land."""
     return (sender - owner - 1) % world_size
 
 
 def result_row(world_size: int) -> int:
-    """The row of a slot in which its owner's result lies."""
+    """The row of a slot in which its owner's result takes the place of what has landed."""
     return rows_in_slot(world_size) - 1
 
 
@@ -230,11 +226,6 @@ def _inside(chunk: Chunk, first: int, last: int) -> list[Chunk]:
         return []
     shift = chunk.begin - chunk.at
     return [Chunk(chunk.tensor, begin + shift, end + shift, begin - first)]
-
-
-def length_of(row: Sequence[Chunk]) -> int:
-    """Elements from the begin of a row to the end of its last chunk."""
-    return max((chunk.at + chunk.end - chunk.begin for chunk in row), default=0)
 
 
 def inside_parts(row: Sequence[Chunk], rank: int, numels: Sequence[int]) -> list[Chunk]:

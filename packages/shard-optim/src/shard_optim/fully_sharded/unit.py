@@ -229,6 +229,12 @@ class Unit:
         self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
         self._casts = self.gather_dtype != self.dtype  # the shards, before they are gathered
         self._reduce_dtype = reduce_dtype
+        # Averages arrive in the shards' dtype, unless they are averaged once more.
+        self._widens = (
+            getattr(communication, "widens", False)
+            and self.replicas is None
+            and self.dtype == torch.float32
+        )
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(
             self.cuts[-1].chunk * world_size, ALIGNMENT
@@ -390,7 +396,8 @@ class Unit:
             converted = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
             torch._foreach_copy_(converted, inputs)
             inputs = list(converted)
-        output = torch.empty(sum(plan.sizes), dtype=dtype, device=self.device)
+        into = torch.float32 if self._widens and dtype.itemsize == 2 else dtype
+        output = torch.empty(sum(plan.sizes), dtype=into, device=self.device)
         targets = plan.parts(output, plan.chunks)
         with traced("reduce_scatter", self.name):
             work = self.ranks.together(
