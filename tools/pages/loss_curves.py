@@ -29,11 +29,16 @@ if TYPE_CHECKING:
 TITLE, FIGURE = "Loss curves", "loss_curves"
 #: Curves are compared as means over this many windows of equal length.
 WINDOWS = 10
-#: The reference, and the numerics of the fastest step.
+_FAST = (
+    "fully-sharded(compute_dtype=bf16, reduce_dtype=bf16), precision=bf16, attention=flash, "
+    "loss=chunked, compile=blocks"
+)
+#: The reference, the numerics of the fastest step, and products in float8 beside them.
 VARIANTS = (
     "naive, precision=fp32",
-    "fully-sharded(compute_dtype=bf16, reduce_dtype=bf16), precision=bf16, attention=flash, "
-    "loss=chunked",
+    _FAST,
+    f"{_FAST}, products=float8",
+    f"{_FAST}, products=float8-rows",
 )
 
 

