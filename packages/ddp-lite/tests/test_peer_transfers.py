@@ -98,6 +98,46 @@ def test_averages_of_16_bits_in_float32(
     assert sum(launches) == (world_size * sum(numels) if by_kernel else 0)
 
 
+@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shards_of_32_bits_gathered_in_16(
+    world_size: int, by_kernel: bool, launches: list[int]
+) -> None:
+    """Every rank has the values that a cast makes, and the shards stay."""
+    numels = [33, 400, 1, 0]
+
+    def shards(rank: int) -> list[Tensor]:  # values that half precision has
+        return [part.half().float() for part in values(rank, [(n,) for n in numels], torch.float32)]
+
+    def work(memory: ThreadMemory, rank: int) -> list[Tensor]:
+        wholes = [torch.full((world_size * n,), torch.nan, dtype=torch.half) for n in numels]
+        parts = shards(rank)
+        (fused(memory) if by_kernel else PeerCopies(memory)).all_gather(wholes, parts).wait()
+        assert all(map(torch.equal, parts, shards(rank)))
+        return wholes
+
+    for wholes in on_threads(world_size, work, row_bytes=512):
+        for place, whole in enumerate(wholes):
+            expected = torch.cat([shards(rank)[place] for rank in range(world_size)])
+            assert torch.equal(whole.float(), expected)
+    assert sum(launches) == (world_size * sum(numels) if by_kernel else 0)
+
+
+def test_bytes_are_gathered_and_not_averaged() -> None:
+    def work(memory: ThreadMemory, rank: int) -> Tensor:
+        whole, part = torch.zeros(10, dtype=torch.uint8), torch.arange(5, dtype=torch.uint8) + rank
+        copies = PeerCopies(memory)
+        copies.all_gather([whole], [part]).wait()
+        with pytest.raises(ValueError, match=r"one floating dtype, but got torch\.uint8"):
+            copies.reduce_scatter([part], [whole])
+        with pytest.raises(ValueError, match=r"one floating dtype, but got torch\.uint8"):
+            copies.all_gather([whole], [part.float()])
+        return whole
+
+    for whole in on_threads(2, work):
+        assert whole.tolist() == [0, 1, 2, 3, 4, 1, 2, 3, 4, 5]
+
+
 def test_the_kernel_leaves_small_tensors_to_torch(launches: list[int]) -> None:
     """Between two ranks, where they cannot share a launch."""
 

@@ -93,7 +93,8 @@ class Communication(Protocol):
 
     ``communication=`` takes one in place of the process group's own collectives. The name
     ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own. One that has an
-    attribute ``widens``, which is true, also gets float32 outputs for averages of 16-bit inputs.
+    attribute ``casts``, which is true, gets outputs of another floating dtype than inputs: shards
+    in float32 to gather in 16 bits, and averages the other way.
 
     Attributes:
         group: the ranks.

@@ -62,7 +62,7 @@ class PeerCopies:
     Attributes:
         memory, group: as given, and its ranks.
         fused: whether a Triton kernel computes means: on CUDA.
-        widens: that ``reduce_scatter`` fills float32 outputs from 16-bit inputs.
+        casts: that outputs may have another floating dtype than inputs.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
 
@@ -71,7 +71,7 @@ class PeerCopies:
             given, which there was.
     """
 
-    widens = True
+    casts = True
 
     def __init__(self, memory: SharedMemory, **removed: Never) -> None:
         refuse_removed(type(self), removed)
@@ -113,11 +113,11 @@ class PeerCopies:
         """Starts averaging each input, of which rank r gets the r-th part.
 
         Args:
-            outputs: one-dimensional, shape (n,), each n its own; of the inputs' dtype, or float32,
-                in which means of 16-bit inputs are not rounded again.
+            outputs: one-dimensional, shape (n,), each n its own, of any one floating dtype: means
+                of 16-bit inputs are exact in float32.
             inputs: one-dimensional, shape (world_size * n,), left as they are.
         """
-        self._check_shapes(parts=outputs, wholes=inputs, widened=True)
+        self._check_shapes(parts=outputs, wholes=inputs, averaged=True)
         dtype = inputs[0].dtype if inputs else torch.float32
 
         def run() -> None:
@@ -133,10 +133,10 @@ class PeerCopies:
 
         Args:
             wholes: one-dimensional, shape (world_size * n,), each n its own.
-            parts: one-dimensional, shape (n,), of the same dtype; may be this rank's range of its
-                whole.
+            parts: one-dimensional, shape (n,); may be this rank's range of its whole. Floating ones
+                are cast to another dtype before they are sent.
         """
-        self._check_shapes(parts=parts, wholes=wholes)
+        self._check_shapes(parts=parts, wholes=wholes, averaged=False)
         dtype = wholes[0].dtype if wholes else torch.float32
 
         def run() -> None:
@@ -195,12 +195,9 @@ class PeerCopies:
                     self._transfer(there, row.addresses, row.layout.sizes, stream)
                 case Kind.REDUCE:
                     pulled = result if program is schedule.average else None
-                    self._average(slots[rank], own_sent, own_received, pulled)
+                    self._average(slots[rank], own_sent, own_received, world_size, pulled)
                 case Kind.PUBLISH:
-                    there = _places(slots[rank], result, own_sent.layout)
-                    self._singly(there, own_sent.addresses, own_sent.layout.sizes, stream)
-                    if own_sent.addresses != own_received.addresses:
-                        torch._foreach_copy_(own_received.views(), own_sent.views())
+                    self._average(slots[rank], own_sent, own_received, 1, result)
                 case Kind.PULL:
                     row = received[peer]
                     there = _places(slots[peer], result, row.layout)
@@ -212,34 +209,38 @@ class PeerCopies:
             return copy_batch
         return self._singly
 
-    def _average(self, slot: Tensor, own: Row, targets: Row, result: int | None) -> None:
-        """Averages this rank's row of its slot (rows, elements) with its own values.
+    def _average(
+        self, slot: Tensor, own: Row, targets: Row, world_size: int, result: int | None
+    ) -> None:
+        """Averages ``world_size`` ranks' values of a row: those in a slot and this rank's own.
 
         The means go to ``targets``, and to the row ``result`` of the slot if the others pull them.
         """
-        layout, world_size = own.layout, self._world_size
+        layout = own.layout
         values, places = own.addresses, targets.addresses
         entries = list(zip(values, places, layout.starts, layout.numels, strict=True))
         by_torch = [True] * len(entries)
         if self.fused and entries:
             from ddp_lite.peer.kernel import DTYPES, average, shares_launch
 
-            if slot.dtype in DTYPES:
+            given, into = own.tensors[0].dtype, targets.tensors[0].dtype
+            if {slot.dtype, given, into} <= DTYPES.keys():
                 least = _FUSED_NUMEL if world_size == 2 and result is not None else 0
                 by_torch = [e[3] < least and not shares_launch(*e) for e in entries]
                 chosen = [e for e, other in zip(entries, by_torch, strict=True) if not other]
-                average(chosen, slot, world_size, targets.tensors[0].dtype, result)
+                average(chosen, slot, world_size, given, into, result)
         if any(by_torch):
-            landed = [list(compress(layout.views_in(row), by_torch)) for row in slot]
-            exact = torch.promote_types(slot.dtype, torch.float32)
-            means = [value.to(exact) for value in compress(own.views(), by_torch)]
-            means = list(torch._foreach_add(means, landed[0]))
-            for others in landed[1:]:
-                torch._foreach_add_(means, others)
-            torch._foreach_div_(means, world_size)
+            rows = [list(compress(layout.views_in(row), by_torch)) for row in slot]
+            means = list(compress(own.views(), by_torch))
+            if world_size > 1:
+                exact = torch.promote_types(slot.dtype, torch.float32)
+                means = list(torch._foreach_add([mean.to(exact) for mean in means], rows[0]))
+                for others in rows[1 : world_size - 1]:
+                    torch._foreach_add_(means, others)
+                torch._foreach_div_(means, world_size)
             torch._foreach_copy_(list(compress(targets.views(), by_torch)), means)
             if result is not None:
-                torch._foreach_copy_(landed[result], means)
+                torch._foreach_copy_(rows[result], means)
 
     def _slots_of(self, number: int, dtype: torch.dtype) -> list[Tensor]:
         """Each rank's slot of a number."""
@@ -270,14 +271,13 @@ class PeerCopies:
 
     # -- arguments ---------------------------------------------------------------------------
 
-    def _checked(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors; ValueError unless they are contiguous, here, and of one floating dtype."""
+    def _checked(self, tensors: Sequence[Tensor], *, floating: bool = True) -> Sequence[Tensor]:
+        """The tensors; ValueError unless they are contiguous, here, and of one (floating) dtype."""
         if not tensors:
             return tensors
         dtype, device = tensors[0].dtype, self.memory.device
-        floating = tensors[0].is_floating_point()
         for tensor in tensors:
-            if not floating or tensor.dtype != dtype:
+            if tensor.dtype != dtype or (floating and not dtype.is_floating_point):
                 raise ValueError(
                     "tensors of one message must have one floating dtype, but got "
                     f"{dtype} and {tensor.dtype}. Start one message per dtype"
@@ -296,19 +296,16 @@ class PeerCopies:
         return tensors
 
     def _check_shapes(
-        self, *, parts: Sequence[Tensor], wholes: Sequence[Tensor], widened: bool = False
+        self, *, parts: Sequence[Tensor], wholes: Sequence[Tensor], averaged: bool
     ) -> None:
-        """ValueError unless each part is a share of its whole; ``widened``: maybe in float32."""
         if len(parts) != len(wholes):
             raise ValueError(
                 f"there must be one part for each whole, but got {len(parts)} parts and "
                 f"{len(wholes)} wholes. Pass lists of the same length"
             )
-        if widened and all(part.dtype == torch.float32 for part in parts):
-            self._checked(wholes)
-            self._checked(parts)
-        else:
-            self._checked([*wholes, *parts])
+        cast = all(tensor.is_floating_point() for tensor in (*wholes[:1], *parts[:1]))
+        for tensors in (wholes, parts) if cast else ([*wholes, *parts],):
+            self._checked(tensors, floating=averaged)
         for part, whole in zip(parts, wholes, strict=True):
             if part.dim() != 1 or whole.shape != (part.numel() * self._world_size,):
                 raise ValueError(

@@ -35,17 +35,23 @@ def shares_launch(own: int, target: int, start: int, numel: int) -> bool:
 
 
 def average(
-    entries: Sequence[Entry], slot: Tensor, world_size: int, into: torch.dtype, result: int | None
+    entries: Sequence[Entry],
+    slot: Tensor,
+    world_size: int,
+    given: torch.dtype,
+    into: torch.dtype,
+    result: int | None,
 ) -> None:
     """Writes the means of this rank's and all other ranks' values, rounded once.
 
     It is queued on the current stream. Sums are in float32, or float64 for values in float64.
 
     Args:
-        entries: the tensors, whose values have the dtype of ``slot``.
+        entries: the tensors.
         slot: shape (rows, elements), of which the first ``world_size - 1`` rows hold the other
             ranks' values.
-        world_size: number of ranks.
+        world_size: number of ranks; 1 casts this rank's values and publishes them.
+        given: the dtype of this rank's values.
         into: the dtype of the means.
         result: number of the row where the other ranks read the means, in the dtype of ``slot``;
             None if they do not. It may be one of their values, because every element is read before
@@ -62,6 +68,7 @@ def average(
             world_size,
             result,
             DTYPES[slot.dtype],
+            DTYPES[given],
             DTYPES[into],
             aligned,
             _BLOCK,
@@ -93,6 +100,7 @@ def average_kernel(  # type: ignore[no-untyped-def]
     world_size: tl.constexpr,
     result: tl.constexpr,
     dtype: tl.constexpr,
+    given: tl.constexpr,
     into: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
@@ -113,8 +121,8 @@ def average_kernel(  # type: ignore[no-untyped-def]
     # Those of other ranks begin here.
     landed = _pointer(rows, dtype, aligned) + start + offset
     length = row_length.to(tl.int64)
-    exact: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
-    total = tl.load(_pointer(address, dtype, aligned) + offset, inside).to(exact)
+    exact: tl.constexpr = tl.float64 if given == tl.float64 else tl.float32
+    total = tl.load(_pointer(address, given, aligned) + offset, inside).to(exact)
     for row in tl.static_range(world_size - 1):
         total += tl.load(landed + row * length, inside).to(exact)
     mean = total * (1.0 / world_size)

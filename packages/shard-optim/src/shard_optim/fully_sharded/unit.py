@@ -227,14 +227,12 @@ class Unit:
         self._communication = communication
         self.dtype, self.device = self.params[0].dtype, self.params[0].device
         self.gather_dtype = self.dtype if is_quantised(self.dtype) else compute_dtype or self.dtype
-        self._casts = self.gather_dtype != self.dtype  # the shards, before they are gathered
+        # Whether shards are cast before they are gathered, and averages after they have arrived:
+        # unless the communication does it, and nothing averages them once more.
+        casts = not getattr(communication, "casts", False)
+        self._casts = casts and self.gather_dtype != self.dtype
+        self._casts_averages = casts or self.replicas is not None
         self._reduce_dtype = reduce_dtype
-        # Averages arrive in the shards' dtype, unless they are averaged once more.
-        self._widens = (
-            getattr(communication, "widens", False)
-            and self.replicas is None
-            and self.dtype == torch.float32
-        )
         self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
         self.whole_numel = self.cuts[-1].whole_offset + round_up(
             self.cuts[-1].chunk * world_size, ALIGNMENT
@@ -396,7 +394,7 @@ class Unit:
             converted = torch.empty(sum(sizes), dtype=dtype, device=self.device).split(sizes)
             torch._foreach_copy_(converted, inputs)
             inputs = list(converted)
-        into = torch.float32 if self._widens and dtype.itemsize == 2 else dtype
+        into = dtype if self._casts_averages else self.dtype
         output = torch.empty(sum(plan.sizes), dtype=into, device=self.device)
         targets = plan.parts(output, plan.chunks)
         with traced("reduce_scatter", self.name):
