@@ -208,8 +208,8 @@ class TrainStep(Experiment):
             return 4.0 * count
         fast = 4200 if config["variants"][0]["precision"] == "fp32" else 20000
         work = 0.8 + config.get("batch", 0) * config.get("sequence", 0) / fast
-        steps = count * (8 + 1.5 * config["rounds"])
-        return float(10 + steps * (0.4 + 0.3 * billions(config) * work))
+        steps = count * (6 + 0.8 * config["rounds"] * config["blocks"])
+        return float(10 + steps * (0.3 + 0.3 * billions(config) * work))
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Steps, memory, communication, the course's CSV columns, all-reduces."""
