@@ -173,7 +173,7 @@ def carried_model(self: Any, token_ids: Tensor, targets: Tensor | None = None) -
 
 @triton.jit
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    param, grad, first, second, copy, steps, n, lr, decay,
+    param, grad, first, second, steps, n, lr, decay,
     BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     step = tl.load(steps)
@@ -192,11 +192,10 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     tl.store(first + at, m, inside)
     tl.store(second + at, v, inside)
     tl.store(param + at, p, inside)
-    tl.store(copy + at, p, inside)
 
 
 class UnitAdamW:
-    """Updates each unit's shards when its gradients have arrived, and writes their bf16 copies.
+    """Updates each unit's shards when its gradients have arrived.
 
     Args:
         module: whose units are updated.
@@ -222,7 +221,6 @@ class UnitAdamW:
         self.steps = torch.zeros((), device=DEVICE)
         self.stream = torch.cuda.Stream() if overlapped else torch.cuda.current_stream()
         self.kept: list[Tensor] = []  # read by the other stream
-        self.written: set[Any] = set()
 
     def begin(self) -> None:
         """Before backward."""
@@ -244,14 +242,13 @@ class UnitAdamW:
         averages = plan.parts(reduction.output, plan.chunks)
         first, second = self.moments[unit]
         with torch.cuda.stream(self.stream):
-            for cut, grad, copy in zip(unit.cuts, averages, unit._sources, strict=True):
+            for cut, grad in zip(unit.cuts, averages, strict=True):
                 part = slice(cut.shard_offset, cut.shard_offset + cut.chunk)
                 grid = (triton.cdiv(cut.chunk, 2048),)
                 _adamw_kernel[grid](
-                    unit.shard[part], grad, first[part], second[part], copy, self.steps, cut.chunk,
+                    unit.shard[part], grad, first[part], second[part], self.steps, cut.chunk,
                     self.lr, self.weight_decay, 0.9, 0.999, 1e-8, 2048, num_warps=8,
                 )  # fmt: skip
-        self.written.add(unit)
 
 
 # --- variants -----------------------------------------------------------------------------------
@@ -391,7 +388,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def patched(variant: Variant) -> Iterator[list[UnitAdamW]]:
     """Puts a variant's functions in place; what is yielded takes its :class:`UnitAdamW`."""
     holder: list[UnitAdamW] = []
-    finish, launch = units.UnitReduction.finish, units.Unit.launch_gather
+    finish = units.UnitReduction.finish
 
     def finish_or_update(reduction: Any) -> None:
         if holder:
@@ -399,17 +396,7 @@ def patched(variant: Variant) -> Iterator[list[UnitAdamW]]:
         else:
             finish(reduction)
 
-    def launch_without_cast(unit: Any, generation: int, phase: str) -> None:
-        if holder and unit in holder[0].written:
-            with mock.patch.object(torch, "_foreach_copy_"):
-                launch(unit, generation, phase)
-        else:
-            launch(unit, generation, phase)
-
-    with (
-        mock.patch.object(units.UnitReduction, "finish", finish_or_update),
-        mock.patch.object(units.Unit, "launch_gather", launch_without_cast),
-    ):
+    with mock.patch.object(units.UnitReduction, "finish", finish_or_update):
         before = {kind: kind.forward for kind in variant.forwards}
         for kind, forward in variant.forwards.items():
             kind.forward = forward  # type: ignore[method-assign]
