@@ -397,6 +397,32 @@ def check_gradients_of_gradients(rank, world_size):
         trained_alike(rank, train)
 
 
+def check_derivatives_of_torch_func(rank, world_size):
+    """Refused before anything is sent; many inputs at a time are computed, and training goes on."""
+
+    def train(model, average):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = batch(step, rank)
+            if isinstance(model, FullyShardedDataParallel):
+                with pytest.raises(
+                    RuntimeError, match=r"derivative of torch\.func\. Call backward"
+                ):
+                    torch.func.grad(lambda x: model(x).sum())(x)
+                with pytest.raises(
+                    RuntimeError, match=r"derivative of torch\.func\. Call backward"
+                ):
+                    torch.func.jvp(model, (x,), (x,))
+                with torch.no_grad():
+                    torch.testing.assert_close(torch.func.vmap(model)(x), model(x))
+            model(x).square().mean().backward()
+            average()
+            optimizer.step()
+
+    trained_alike(rank, train)
+
+
 def check_hooks_that_raise(rank, world_size):
     """A hook on the output, on a parameter, on a block: the next step is a new one."""
 
@@ -495,6 +521,7 @@ CHECKS = [
     ("re-entrant checkpoint around all", check_checkpoint_around_all, (True,)),
     ("gradient of inputs", check_gradient_of_inputs, ()),
     ("gradients of gradients", check_gradients_of_gradients, ()),
+    ("derivatives of torch.func", check_derivatives_of_torch_func, ()),
     ("hooks that raise", check_hooks_that_raise, ()),
     ("hidden outputs", check_hidden_outputs, ()),
 ]

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from ddp_lite.grad_hooks import tensors_in
@@ -126,6 +127,12 @@ class Schedule:
             outputs = call(*args, **kwargs)
             self._hook_outermost(outputs)
             return outputs
+        if any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ()):
+            raise RuntimeError(
+                "derivatives must be autograd's, which gathers parameters again, but got a call in a "
+                "derivative of torch.func. Call backward() or torch.autograd.grad(), or "
+                "differentiate a module that is not sharded."
+            )
         self._recover()
         self.generation += 1
         for ranks in self._ranks.levels:
