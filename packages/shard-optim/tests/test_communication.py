@@ -153,3 +153,29 @@ def averages(rank, world_size, folder):
 
 def test_averages_of_16_bits_by_copies_are_not_rounded(tmp_path):
     run_ranks(averages, 2, str(tmp_path / "memory"))
+
+
+class Quantised(nn.Module):
+    """A frozen matrix of bytes beside a trainable one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        codes = torch.randint(-9, 9, (17, 33), dtype=torch.int8)
+        self.codes = nn.Parameter(codes, requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(33, 17))
+
+    def forward(self, x):
+        return x @ self.codes.to(x.dtype) @ self.weight
+
+
+def bytes_by_copies(rank, world_size, folder):
+    copies = PeerCopies(ProcessMemory(Path(folder), 256))
+    alone, model = Quantised(), FullyShardedDataParallel(Quantised(), communication=copies)
+    x = torch.randn(4, 17)
+    assert torch.equal(model(x), alone(x))
+    model(x).sum().backward()
+
+
+def test_frozen_bytes_travel_by_copies(tmp_path):
+    run_ranks(bytes_by_copies, 3, str(tmp_path / "memory"))
