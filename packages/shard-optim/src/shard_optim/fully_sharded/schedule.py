@@ -129,8 +129,8 @@ class Schedule:
             return outputs
         if any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ()):
             raise RuntimeError(
-                "derivatives must be autograd's, which gathers parameters again, but got a call in a "
-                "derivative of torch.func. Call backward() or torch.autograd.grad(), or "
+                "derivatives must be autograd's, which gathers parameters again, but got a call in "
+                "a derivative of torch.func. Call backward() or torch.autograd.grad(), or "
                 "differentiate a module that is not sharded."
             )
         self._recover()
