@@ -177,4 +177,8 @@ def test_mistaken_lengths() -> None:
     for given, message in cases:
         with pytest.raises(ValueError, match=message):
             flash_attention(query, key, value, layout="bshd", **given)
+    halves = value.reshape(4, 12, *value.shape[2:])  # as many tokens in other rows
+    for k, v in ((key, halves), (halves, halves), (key[:1], value[:1]), (key[:, :9], value)):
+        with pytest.raises(ValueError, match=r"(key|value) must have rows and places \(2, "):
+            flash_attention(query, k, v, layout="bshd", key_lengths=lengths)
     assert "tier" in explain(query, key, value, key_lengths=lengths, layout="bshd")

@@ -648,6 +648,16 @@ def test_a_padding_mask_shorter_than_the_keys_is_refused():
         integration.attention_mask(1, 4, 4, attention_mask=short)
 
 
+@pytest.mark.parametrize("keywords", [{}, {"sliding_window": 4}], ids=["full", "window"])
+def test_a_padding_mask_longer_than_the_keys_is_that_of_the_first_positions(keywords):
+    ours, theirs = pair("Mistral", **{"sliding_window": None} | keywords)
+    ids, mask = tokens(length=12), torch.ones(2, 16, dtype=torch.int64, device=DEVICE)
+    mask[0, :5] = 0
+    found, wanted = (model.eval()(ids, attention_mask=mask).logits for model in (ours, theirs))
+    keep = mask[:, :12].bool()
+    torch.testing.assert_close(found[keep], wanted[keep], rtol=1e-4, atol=1e-5)
+
+
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match=r"pip install 'flashattn-triton\[transformers\]'"):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_tensors
+from flashattn_triton.inputs import check_equal, check_tensors
 
 _SCATTERED = (
     "document_ids must have each document's tokens next to each other, but got a document in "
@@ -145,6 +145,12 @@ def places_of_cache(
             f"length for each row, but got {key_lengths.dtype} of shape "
             f"{tuple(key_lengths.shape)} on {key_lengths.device}. Count the keys that are filled."
         )
+    # Starts are not read on the host: rows of another shape would be read past their end.
+    places, what = (*leading, n_keys), "have rows and places {}, those of key_lengths and key"
+    check_equal(
+        *((name, what, places, tuple(x.shape[:-2]), "Slice or expand it.")
+          for name, x in zip(("key", "value"), tensors[1:], strict=True))
+    )  # fmt: skip
     lengths = key_lengths.reshape(-1)
     rows = torch.arange(1, len(lengths) + 1, device=device)
     filled = (rows - 1) * n_keys + lengths.clamp(0, n_keys)

@@ -437,7 +437,7 @@ def attention_mask(
                 is_causal = not bool(mask_function(batch, batch, first, second).all())
     if attention_mask is None:
         return sequences
-    padding = attention_mask[:, -kv_length:]
+    padding = attention_mask[:, kv_offset : kv_offset + kv_length]
     if padding.shape[1] < kv_length:
         raise ValueError(
             f"attention_mask must cover all {kv_length} keys, but got shape "
