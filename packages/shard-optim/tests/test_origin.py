@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-import shard_optim
 from ranks import run_ranks
 from shard_optim import (
     FullyShardedDataParallel,
@@ -286,18 +285,6 @@ def check_said(rank, world_size):
         heard.messages.clear()
 
 
-def check_old_names(rank, world_size):
-    model, _ = stage_3()
-    for name in ("save_checkpoint", "load_fully_sharded", "full_optimizer_state"):
-        with pytest.raises(ImportError, match=rf"{name} has been replaced\. Call shard_optim\."):
-            getattr(shard_optim, name)
-    for thing in (model, stage_2()[1]):
-        with pytest.raises(AttributeError, match=r"Call shard_optim\.full_state\(model"):
-            thing.full_state_dict()
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        shard_optim.nothing  # noqa: B018
-
-
 def check_world_sizes(rank, world_size):
     """Parts of two ranks, loaded by three: other shapes or another rank's."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1, 2])]
@@ -327,7 +314,6 @@ CHECKS = [
     ("two moments", check_two_moments, ()),
     ("stages", check_stages, ()),
     ("said", check_said, ()),
-    ("old names", check_old_names, ()),
 ]
 
 

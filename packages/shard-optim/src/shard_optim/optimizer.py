@@ -38,7 +38,6 @@ from shard_optim.origin import (
     ORIGIN,
     check_loaded,
     describe,
-    replaced,
     say_once,
     settings_in,
     sharded_in,
@@ -482,8 +481,6 @@ class ShardedOptimizer(Optimizer):
         return self.local.gradients()
 
     # --- state -----------------------------------------------------------------------------
-
-    full_state_dict = load_full_state_dict = replaced
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: fast, no communication, for this rank of as many ranks only.

@@ -200,14 +200,6 @@ class OwnPart(GradientShard):
 _FOR_DCP = torch.zeros(1, device="cpu").as_subclass(OwnPart)
 
 
-def replaced(*_args: Any, **_kwargs: Any) -> NoReturn:
-    """In place of the methods ``full_state_dict`` and ``load_full_state_dict`` of version 0.1."""
-    raise AttributeError(
-        "full_state_dict() and load_full_state_dict() have been replaced. Call "
-        "shard_optim.full_state(model, optimizer) and load_full_state(state, model, optimizer)."
-    )
-
-
 # --- optimizers over the parameters of a sharded model ---------------------------------------
 
 

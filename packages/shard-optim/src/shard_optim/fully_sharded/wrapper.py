@@ -31,7 +31,7 @@ from shard_optim.fully_sharded.unit_plan import UnitPlan, Units, plan_units
 from shard_optim.fully_sharded.update_in_backward import UpdateInBackward
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
 from shard_optim.mesh import resolve_mesh
-from shard_optim.origin import Sharded, refuse_part, replaced, watch_optimizers
+from shard_optim.origin import Sharded, refuse_part, watch_optimizers
 from shard_optim.place import SHARDED, replicated_place
 from shard_optim.refused_gradient import USED
 
@@ -323,8 +323,6 @@ class FullyShardedDataParallel(TransparentWrapper):
         )
 
     # --- names and values --------------------------------------------------------------------
-
-    full_state_dict = load_full_state_dict = replaced
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
