@@ -1,7 +1,5 @@
 """Accounting against numbers worked out by hand."""
 
-import runpy
-
 import pytest
 
 from shard_optim import accounting
@@ -63,8 +61,3 @@ def test_buffers_are_bounded_by_the_model():
     assert accounting.rank_memory(10, stage=3, **settings).buffers == 80
     memory = accounting.rank_memory(1000, stage=2, **settings)
     assert memory.total == 4 * 1000 + 4 * 250 + 8 * 250 + 500
-
-
-def test_the_command_names_what_to_call():
-    with pytest.raises(SystemExit, match=r"Call shard_optim\.accounting\.rank_memory"):
-        runpy.run_module("shard_optim")
