@@ -92,9 +92,9 @@ class Communication(Protocol):
     """What moves gradients and parameters between the ranks of a group; each call is collective.
 
     ``communication=`` takes one in place of the process group's own collectives. The name
-    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own. One that has an
-    attribute ``casts``, which is true, gets outputs of another floating dtype than inputs: shards
-    in float32 to gather in 16 bits, and averages the other way.
+    ``"peer-copy"`` stands for ``ddp_lite.peer.PeerCopies`` over memory of its own. One with a true
+    attribute ``casts`` casts for a ``FullyShardedDataParallel``: it gathers float32 parts into
+    16-bit wholes, and averages 16-bit gradients into float32 outputs.
 
     Attributes:
         group: the ranks.

@@ -44,7 +44,7 @@ from ddp_lite.wire import Queued
 
 Program = Callable[[int, int], list[Operation]]
 # Smaller tensors that cannot share a launch of the kernel are left to torch, between two ranks,
-# where four launches average any number of them.
+# where four launches average any number of float32 ones.
 _FUSED_NUMEL = 2**20
 _NO_RANGE = nullcontext()
 
@@ -62,7 +62,7 @@ class PeerCopies:
     Attributes:
         memory, group: as given, and its ranks.
         fused: whether a Triton kernel computes means: on CUDA.
-        casts: that outputs may have another floating dtype than inputs.
+        casts: True: outputs may have another floating dtype than inputs.
         batched: whether one call starts all copies to or from a peer: on CUDA, where the driver
             has it. In the recording of a graph, which cannot hold such a call, they are single.
 
@@ -114,7 +114,7 @@ class PeerCopies:
 
         Args:
             outputs: one-dimensional, shape (n,), each n its own, of any one floating dtype: means
-                of 16-bit inputs are exact in float32.
+                are summed in float32 at least, and rounded once, to this dtype.
             inputs: one-dimensional, shape (world_size * n,), left as they are.
         """
         self._check_shapes(parts=outputs, wholes=inputs, averaged=True)
@@ -214,7 +214,8 @@ class PeerCopies:
     ) -> None:
         """Averages ``world_size`` ranks' values of a row: those in a slot and this rank's own.
 
-        The means go to ``targets``, and to the row ``result`` of the slot if the others pull them.
+        One rank's own are only cast. Means go to ``targets``, and to the row ``result`` of the slot
+        if the others pull them.
         """
         layout = own.layout
         values, places = own.addresses, targets.addresses

@@ -2,10 +2,10 @@
 
 Every parameter of a unit is cut into ``world_size`` equal ranges of its elements, the last one
 padded, and rank r holds range r. One kernel casts this rank's ranges to the dtype of the
-computation, straight into its part of the result. A coalesced all-gather writes each parameter to
-its place, where cached views with the parameter's own shape and strides become ``param.data``; a
-coalesced reduce-scatter reads straight from autograd's gradients. No kernel copies whole parameters
-or packs gradients.
+computation, straight into its part of the result, unless the communication casts as it sends. A
+coalesced all-gather writes each parameter to its place, where cached views with the parameter's own
+shape and strides become ``param.data``; a coalesced reduce-scatter reads straight from autograd's
+gradients. No kernel copies whole parameters or packs gradients.
 """
 
 from __future__ import annotations
