@@ -21,6 +21,7 @@ class ForwardShape:
         mbarriers.
     partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
         the end of a tile of queries.
+    tree_of_maxima: a thread compares its scores of a row four at a time, not one after another.
     seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
         times too small.
     """
@@ -32,6 +33,7 @@ class ForwardShape:
     q_slots: int = 2
     named_releases: bool = False
     partial_sums: bool = False
+    tree_of_maxima: bool = False
     seldom_rescales: bool = False
 
 
@@ -75,7 +77,9 @@ class BackwardConfig:
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
-_THREE = ForwardConfig(consumers=3, keys=128, stages=2, registers=160, head_cost=0.001)
+_THREE = ForwardConfig(
+    consumers=3, keys=128, stages=2, registers=160, head_cost=0.001, tree_of_maxima=True
+)
 # What shortens the softmax of a step; see LOG.md for where it does not.
 _SHORT = replace(_TWO, named_releases=True, partial_sums=True)
 # 192 columns of Q and K, 128 of V.
@@ -85,8 +89,8 @@ _SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
 # then decides, and a tile of 192 queries takes longer.
 ROWS_AT_ONCE = 132 * 128
-# Keys: columns in use of a tile (96 is also 80), whether there is a causal mask. Rows: up to how
-# many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
+# Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
+# Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
         (1024, replace(_SHORT, rounds=2, halves=True, head_cost=0.001)),
@@ -94,8 +98,6 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
     (64, False): ((1024, _SHORT), (math.inf, _THREE)),
-    (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
-    (96, False): ((math.inf, _TWO),),
     (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
     (128, False): ((math.inf, _SHORT),),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
@@ -153,8 +155,7 @@ def forward_config(
     width, _ = forward_widths(head_dims)
     if left is not None:
         return FORWARD_WINDOW[width]
-    in_use = columns_in_use(max(head_dims), width)
-    rows = FORWARD[in_use if in_use == width else 96, right is not None]
+    rows = FORWARD[width, right is not None]
     return next(config for n, config in rows if n_queries <= n or n_rows <= ROWS_AT_ONCE)
 
 

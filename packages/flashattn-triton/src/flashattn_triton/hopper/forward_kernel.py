@@ -387,7 +387,8 @@ def _step(
     s = warpgroup_mma_wait(len(acc), deps=(s,))
     _release(k_empty, KEY_SLOT, slot, OPTIONS)
     s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
-    new_max = gl.maximum(row_max, largest(s, scale_log2, OPTIONS.negative))
+    highest = largest(s, scale_log2, OPTIONS.negative, OPTIONS.tree_of_maxima)
+    new_max = gl.maximum(row_max, highest)
     if OPTIONS.seldom_rescales:
         new_max, rises = raised_max(row_max, new_max)
     shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
@@ -478,7 +479,7 @@ def _consumer(
         first_key = (stop - 1) * KEYS
         masked = OPTIONS.is_causal or OPTIONS.has_left or first_key + KEYS > own_band[0]
         s = scores_tile(s, tanh_scale, first_row, first_key, own_band, masked, OPTIONS)
-        row_max = largest(s, scale_log2, OPTIONS.negative)
+        row_max = largest(s, scale_log2, OPTIONS.negative, False)
         if OPTIONS.has_sinks:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
             if OPTIONS.packed:  # nor do tokens that no sequence owns see a sink

@@ -82,9 +82,18 @@ def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED
 
 
 @gluon.jit
-def largest(s, scale_log2, NEGATIVE: gl.constexpr):
-    """Row maxima of s · scale_log2; the scale's sign says which of the scores those are."""
-    return (gl.min(s, 1) if NEGATIVE else gl.max(s, 1)) * scale_log2
+def largest(s, scale_log2, NEGATIVE: gl.constexpr, TREE: gl.constexpr):
+    """Row maxima of s · scale_log2; the scale's sign says which of the scores those are.
+
+    If TREE, a thread compares its columns of a row four at a time, not in one chain.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    if TREE:
+        for _ in gl.static_range(2):
+            fours = gl.reshape(s, [s.shape[0], 4, s.shape[1] // 4])
+            s = gl.min(fours, 1) if NEGATIVE else gl.max(fours, 1)
+    found = gl.min(s, 1) if NEGATIVE else gl.max(s, 1)
+    return gl.convert_layout(found, LAYOUT, assert_trivial=True) * scale_log2
 
 
 @gluon.jit
