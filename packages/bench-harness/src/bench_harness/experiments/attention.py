@@ -196,7 +196,9 @@ class Attention(Experiment):
         if config["device"] == "cpu":
             return float(2 + 0.4 * cells + timed)
         if config["dtype"] == "fp32":  # without tensor cores
-            scores = (s * (config["tokens"] or config["batch"] * s) for s in config["sequences"])
+            scores = [s * (config["tokens"] or config["batch"] * s) for s in config["sequences"]]
+            if "naive" in names and config["heads"] * max(scores, default=0) > 2**31:
+                return 6.0  # it runs out of memory at once
             timed += len(names) * config["heads"] * sum(scores) / 2**31
         of_cute = (6 if list(config["passes"]) == ["forward"] else 18) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
