@@ -6,6 +6,9 @@ A torch encoder with a frozen embedding learns which half of a sequence holds th
 three lines that make it data-parallel are marked.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,4 +43,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # started without torchrun, or for --help
+        sys.exit(__doc__)
     main()

@@ -10,6 +10,9 @@ gradients on one and on two levels, and prints the largest difference.
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -107,4 +110,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # started without torchrun, or for --help
+        sys.exit(__doc__)
     main()

@@ -106,14 +106,19 @@ def main(
     row: Annotated[Path | None, typer.Option(help="Append the times to this file.")] = None,
 ) -> None:
     """Prints the mean and the fastest step, the slower rank's, with the losses' change."""
-    config = ModelConfig(
-        vocab_size=vocab_size,
-        context_length=context,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
+    try:
+        config = ModelConfig(
+            vocab_size=vocab_size,
+            context_length=context,
+            d_model=d_model,
+            d_ff=d_ff,
+            num_layers=num_layers,
+            num_heads=num_heads,
+        )
+        if row:
+            row.open("a").close()  # not only after the last step
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
     device = join_ranks()
     step = Step(config, device)
     first = float(step())

@@ -10,6 +10,8 @@ It trains the same small model with exact gradients and with PowerSGD, and print
 from __future__ import annotations
 
 import math
+import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -148,4 +150,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # started without torchrun, or for --help
+        sys.exit(__doc__)
     main()

@@ -11,6 +11,9 @@ compares ranks with attention on the whole sequence, both ways, and says whether
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -77,4 +80,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # started without torchrun, or for --help
+        sys.exit(__doc__)
     main()

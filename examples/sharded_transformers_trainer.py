@@ -129,5 +129,7 @@ def main(output_dir: str) -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ or len(sys.argv) != 2:
+        sys.exit(__doc__)
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else it calls rank 1's processor "cpu:1"
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs")
+    main(sys.argv[1])

@@ -47,6 +47,13 @@ def prune_checkpoints(folder: Path | str, keep: int) -> None:
         path.unlink()
 
 
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Names whose values differ, with both values: "seed 0 -> 3, steps 40 -> 50", or ""."""
+    return ", ".join(
+        f"{name} {one.get(name)} -> {other[name]}" for name in other if one.get(name) != other[name]
+    )
+
+
 def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
     """Makes the folder, proves that it can be written, and reads its newest checkpoint.
 
@@ -70,10 +77,7 @@ def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpo
             f"{existing[-1].name}. Choose another folder."
         )
     checkpoint = load_checkpoint(existing[-1])
-    saved = checkpoint.extra.get("identity", {})
-    names = [name for name in identity if saved.get(name) != identity[name]]
-    if names:
-        changes = ", ".join(f"{name} {saved.get(name)} -> {identity[name]}" for name in names)
+    if changes := differences(checkpoint.extra.get("identity", {}), identity):
         raise ValueError(
             f"--checkpoint-dir must hold checkpoints of this run, but got {folder} of another one "
             f"({changes}). Use its settings, or another folder."
@@ -118,7 +122,7 @@ def check_export(path: Path | None) -> None:
 
     Raises:
         OSError: its folder is missing or cannot be written.
-        ValueError: the package safetensors is not installed.
+        ValueError: it is a folder, or the package safetensors is not installed.
     """
     if path is None:
         return
@@ -129,6 +133,8 @@ def check_export(path: Path | None) -> None:
         )
     with tempfile.TemporaryFile(dir=path.parent):
         pass
+    if path.is_dir():
+        raise ValueError(f"--export must name a file, but got the folder {path}. Add a name.")
 
 
 def export(path: Path, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:

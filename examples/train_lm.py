@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy.typing as npt
@@ -25,7 +26,13 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from torch import Tensor
-from train_checkpoints import CheckpointWriter, check_export, export, open_checkpoints
+from train_checkpoints import (
+    CheckpointWriter,
+    check_export,
+    differences,
+    export,
+    open_checkpoints,
+)
 from train_context import Context
 from train_memory import check_memory
 from train_metrics import (
@@ -244,7 +251,7 @@ class Inputs:
         self.identity: dict[str, Any] = asdict(self.config) | {
             "sequences_per_update": settings.batch_size * settings.accumulate * world_size,
             "training_tokens": len(training),
-            "text_sha256": hashlib.sha256(tokens[: 2**20].tobytes()).hexdigest(),
+            "text_sha256": hashlib.sha256(tokens.data).hexdigest(),
         }
         for name in (
             "seed",
@@ -260,6 +267,31 @@ class Inputs:
         if settings.products in FLOAT8_RECIPES:
             check_float8(settings, device)
             self.identity["precision"] += f" with {settings.products} products"
+
+
+def check_agreement(settings: Settings, inputs: Inputs) -> None:
+    """Refuses ranks that were started with other settings or another text, as on a second machine.
+
+    Names of files may differ: each machine has its own.
+
+    Raises:
+        InputError: on every rank.
+    """
+    own: dict[str, Any] = {
+        name: isinstance(value, Path) or value for name, value in vars(settings).items()
+    } | inputs.identity
+    first = [own]
+    with collective("the comparison of settings"):
+        dist.broadcast_object_list(first, src=0)
+
+    def compare() -> None:
+        if changes := differences(first[0], own):
+            raise ValueError(
+                f"every rank must be started with the same settings and text, but got on rank "
+                f"{dist.get_rank()} others than on rank 0 ({changes}). Start all with one command."
+            )
+
+    together(compare)
 
 
 class Trainer:
@@ -344,7 +376,10 @@ class Trainer:
         if state is None:
             return
         self.step = state["step"]
-        self.parallel.load({} if checkpoint is None else checkpoint.optimizer)
+        optimizer = {} if checkpoint is None else checkpoint.optimizer
+        for group in optimizer.get("param_groups", []):  # as this run computes, not the saved one
+            group["fused"] = self.settings.fused or None
+        self.parallel.load(optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.inputs.training.load_state_dict(state["data"])
         restore_rng_state(state["rng"])
@@ -418,11 +453,11 @@ class Trainer:
     def update(self) -> Tensor:
         """One update of the weights; returns this rank's loss, a scalar on its device."""
         settings = self.settings
-        batches = [
-            self.inputs.training.get_batch(settings.batch_size, device=self.device)
-            for _ in range(settings.accumulate)
-        ]
-        tensors = [tensor for batch in batches for tensor in batch]
+        # Drawn as one batch: the data of an update do not depend on how its sequences are divided.
+        rows = settings.batch_size * settings.accumulate
+        whole = self.inputs.training.get_batch(rows, device=self.device)
+        inputs, targets = (tensor.chunk(settings.accumulate) for tensor in whole)
+        tensors = [tensor for batch in zip(inputs, targets, strict=True) for tensor in batch]
         if settings.cuda_graph and self.updates == UPDATES_BEFORE_RECORDING:
             for group in self.optimizer.param_groups:  # read on the device from now on
                 group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
@@ -560,6 +595,7 @@ def run(settings: Settings, given: Collection[str]) -> None:
     first = dist.get_rank() == 0
     console = Console(quiet=not first)
     inputs = together(lambda: Inputs(settings, device))
+    check_agreement(settings, inputs)
     checkpoint = together(lambda: open_checkpoints(settings, inputs.identity) if first else None)
     together(lambda: check_export(settings.export) if first else None)
     trainer = Trainer(settings, inputs, checkpoint, device, console)

@@ -45,7 +45,7 @@ def find_logger(name: str) -> Callable[[], object]:
     module, _, function = name.partition(":")
     try:
         found: Callable[[], object] = getattr(importlib.import_module(module), function)
-    except (ImportError, ValueError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever a module raises while it is imported
         raise ValueError(
             f"--logger must be MODULE:FUNCTION of an installed module, such as wandb:init, but got "
             f"{name} ({error}). Install it, or leave --logger out."
@@ -57,9 +57,16 @@ def open_logger(name: str) -> MetricsLogger:
     """Calls the function that ``MODULE:FUNCTION`` names for its logger.
 
     Raises:
-        ValueError: there is no such function, or what it returns is no logger.
+        ValueError: there is no such function, it raises, or what it returns is no logger.
     """
-    logger = find_logger(name)()
+    make = find_logger(name)
+    try:
+        logger = make()
+    except Exception as error:
+        raise ValueError(
+            f"--logger must name a function that needs no arguments, but {name} raised "
+            f"{type(error).__name__}: {error}. Correct it, or leave --logger out."
+        ) from error
     if not isinstance(logger, MetricsLogger):
         raise ValueError(
             "--logger must name a function that returns an object with log(data, step) and "

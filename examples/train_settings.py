@@ -122,7 +122,9 @@ class Settings:
     validation_fraction: Annotated[
         float, option("Part of the text's end that is held out.", "Data", min=0.0, max=0.5)
     ] = 0.1
-    seed: Annotated[int, option("Seeds weights, data order and sample.", "Data", min=0)] = 0
+    seed: Annotated[
+        int, option("Seeds weights, data order and sample.", "Data", min=0, max=2**63 - 1)
+    ] = 0
 
     size: Annotated[
         str | None,
@@ -182,7 +184,7 @@ class Settings:
         ),
     ] = "nccl"
     bucket_size_mb: Annotated[
-        float, option("Size of a bucket (bucketed only).", "Parallelism", min=0.0)
+        float, option("Size of a bucket (bucketed only).", "Parallelism", min=0.001)
     ] = 25.0
     context_parallel: Annotated[
         int,
@@ -214,7 +216,9 @@ class Settings:
     steps: Annotated[int, option("Updates of the weights.", "Training", min=1)] = 300
     batch_size: Annotated[int, option("Sequences per rank and backward.", "Training", min=1)] = 8
     accumulate: Annotated[int, option("Backward passes per update.", "Training", min=1)] = 1
-    learning_rate: Annotated[float, option("Its maximum.", "Training", min=0.0)] = 4e-3
+    learning_rate: Annotated[
+        float, option("The highest, after the warm-up.", "Training", min=0.0)
+    ] = 4e-3
     min_ratio: Annotated[
         float, option("Final learning rate, as part of the maximum.", "Training", min=0.0, max=1.0)
     ] = 0.1
@@ -222,7 +226,9 @@ class Settings:
         float, option("Part of the updates that warm up.", "Training", min=0.0, max=1.0)
     ] = 0.05
     weight_decay: Annotated[float, option("Decoupled decay.", "Training", min=0.0)] = 0.1
-    max_norm: Annotated[float, option("Gradients are clipped to it.", "Training", min=1e-6)] = 1.0
+    max_norm: Annotated[
+        float, option("Gradients are clipped to this norm.", "Training", min=1e-6)
+    ] = 1.0
     precision: Annotated[
         str, option("bf16 computes under autocast.", "Training", metavar="|".join(PRECISIONS))
     ] = "fp32"
@@ -239,9 +245,7 @@ class Settings:
         bool,
         option("Compile the Transformer blocks; the first update then takes longer.", "Training"),
     ] = False
-    fused: Annotated[
-        bool, option("torch's fused AdamW instead of the model's own.", "Training")
-    ] = False
+    fused: Annotated[bool, option("torch's AdamW as one fused kernel.", "Training")] = False
     cuda_graph: Annotated[
         bool,
         option(

@@ -13,12 +13,19 @@ import time
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import typer
 
-from basics_model import SAMPLE_TEXT, SIZES, ModelConfig, TokenDataset, TransformerLM, model_config
+from basics_model import (
+    SAMPLE_TEXT,
+    SIZES,
+    ModelConfig,
+    TokenDataset,
+    TransformerLM,
+    model_config,
+    open_tokens,
+)
 from basics_model.sizes import SizeName
 from shard_optim import (
     FullyShardedDataParallel,
@@ -102,7 +109,7 @@ def main(
     d_ff: Annotated[int | None, typer.Option(help="Instead of the size's own.")] = None,
     num_heads: Annotated[int | None, typer.Option(help="Instead of the size's own.")] = None,
     vocab_size: Annotated[int, typer.Option(min=256, help="Bytes take the first 256.")] = 151_936,
-    data: Annotated[Path, typer.Option(help="Text to learn.")] = SAMPLE_TEXT,
+    data: Annotated[Path, typer.Option(help="Text or .npy file of tokens.")] = SAMPLE_TEXT,
     context: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
     steps: Annotated[int, typer.Option(min=1)] = 20,
@@ -117,27 +124,30 @@ def main(
     """Trains, from the newest checkpoint if there is one, and saves."""
     if size not in SIZES:
         raise typer.BadParameter(f"--size must be one of {', '.join(SIZES)}, but got {size!r}.")
-    config = model_config(
-        cast(SizeName, size),
-        vocab_size=vocab_size,
-        context_length=context,
-        d_model=d_model,
-        d_ff=d_ff,
-        num_layers=num_layers,
-        num_heads=num_heads,
-    )
+    try:
+        config = model_config(
+            cast(SizeName, size),
+            vocab_size=vocab_size,
+            context_length=context,
+            d_model=d_model,
+            d_ff=d_ff,
+            num_layers=num_layers,
+            num_heads=num_heads,
+        )
+        tokens = open_tokens(data)
+        if checkpoint_dir is not None and not dry_run:
+            checkpoint_dir.mkdir(parents=True, exist_ok=True)  # not only after the last step
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
     if dry_run:
         typer.echo(
             predicted(config, ranks, compute_bytes=2, keep=keep, offload_state=offload_state)
         )
         return
-    if not data.is_file():
-        raise typer.BadParameter(f"--data must be a text file, but got {data}.")
-    tokens = np.frombuffer(data.read_bytes(), dtype=np.uint8)
-    if len(tokens) <= context:
+    if len(tokens) <= context or int(tokens.max()) >= vocab_size:
         raise typer.BadParameter(
-            f"--data must hold more bytes than --context {context}, but {data} has {len(tokens)}. "
-            "Use a longer text or a shorter --context."
+            f"--data must hold more tokens than --context {context}, all below --vocab-size "
+            f"{vocab_size}, but {data} has {len(tokens)}, up to {tokens.max()}. Use another text."
         )
     device = join_ranks()
     first, world_size = dist.get_rank() == 0, dist.get_world_size()

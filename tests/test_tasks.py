@@ -1,5 +1,6 @@
 """What five people come for works as the programs of examples/tasks show it."""
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,27 @@ def test_a_task(
     code, output, errors = examples.run([str(tmp_path)], ranks, f"tasks/{program}")
     assert code == 0, errors
     assert says in output
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tasks/swap_ddp.py",
+        "tasks/shard_and_resume.py",
+        "tasks/measure_and_gate.py",
+        "finetune_any_module.py",
+        "hierarchical_average.py",
+        "power_sgd.py",
+        "ring_attention.py",
+    ],
+)
+def test_a_program_without_its_ranks_or_folder_says_how_to_start_it(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / program), run_name="__main__")
+    assert f" examples/{program}" in str(ended.value.code)
 
 
 @pytest.mark.nightly  # two runs, each of which measures the machine first

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from train_checkpoints import checkpoint_path, list_checkpoints, prune_checkpoin
 from train_settings import Settings, application
 from typer.testing import CliRunner
 
+import ranks
 from basics_model import Checkpoint, load_checkpoint, load_safetensors, save_checkpoint
 from tests.example_programs import EXAMPLES, Examples
 
@@ -260,31 +263,34 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     examples: Examples, text: Path, tmp_path: Path
 ) -> None:
     """How weights are computed may change on the way; what they are may not."""
-    whole, same, close = (tmp_path / name for name in ("whole", "same", "close"))
+    whole, same, close, fused = (tmp_path / name for name in ("whole", "same", "close", "fused"))
     code, reference, errors = examples.run(arguments(data=text, checkpoint_dir=whole, keep=9))
     assert code == 0, errors
-    for folder in (same, close):
+    for folder in (same, close, fused):
         folder.mkdir()
         shutil.copy(whole / "step-000000020.pt", folder)
 
     others: dict[str, object] = {"batch_size": 2, "accumulate": 2, "attention": "softmax"}
     others["products"] = "joined"
-    unsharded, rounded, changed, fresh = (
+    unsharded, rounded, faster, changed, fresh = (
         examples.run(command)
         for command in (
             arguments("--no-sharded", data=text, checkpoint_dir=same, wrapper="naive"),
             arguments(data=text, checkpoint_dir=close, wrapper="flat", **others),
+            arguments("--fused", data=text, checkpoint_dir=fused, wrapper="stage-3"),
             arguments(data=text, checkpoint_dir=same, learning_rate=0.02, seed=3),
             arguments("--no-resume", data=text, checkpoint_dir=same),
         )
     )
-    for code, output, errors in (unsharded, rounded):
+    for code, output, errors in (unsharded, rounded, faster):
         assert code == 0, errors
         assert "continuing from step 20" in output
     one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in (whole, same))
     assert one.step == two.step == 40
     for name, value in one.model.items():
         assert value.equal(two.model[name]), name
+    last = load_checkpoint(list_checkpoints(fused)[-1])
+    assert last.optimizer["param_groups"][0]["fused"] is True  # not as it was saved
     # Sums in another order, which Adam amplifies where gradients are tiny.
     assert losses(rounded[1])[40] == pytest.approx(losses(reference)[40], abs=0.02)
     assert_refused(changed, "of another one (seed 0 -> 3, learning_rate 0.01 -> 0.02)")
@@ -293,8 +299,71 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
     )
 
 
+def test_an_update_sees_the_same_data_however_its_sequences_are_divided(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    """Over backward passes and over ranks; sums are in another order."""
+    found = []
+    for world_size, batch_size, accumulate in ((1, 4, 1), (1, 1, 4), (2, 1, 2)):
+        path = tmp_path / f"{world_size}-{batch_size}.jsonl"
+        options = {"batch_size": batch_size, "accumulate": accumulate, "metrics": path}
+        options |= {"steps": 6, "log_every": 1}
+        code, _, errors = examples.run(arguments(data=text, **options), world_size)
+        assert code == 0, errors
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        found.append([record["loss"] for record in records if "loss" in record])
+    assert len(found[0]) == 6
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_a_text_that_differs_anywhere_is_another_run(examples: Examples, tmp_path: Path) -> None:
+    text, folder = tmp_path / "long.txt", tmp_path / "run"
+    content = b"It is a truth. " * 100_000
+    text.write_bytes(content)
+    command = arguments(data=text, steps=1, checkpoint_dir=folder, validation_batches=1)
+    code, _, errors = examples.run(command)
+    assert code == 0, errors
+    text.write_bytes(content[:1_300_000] + b"!" + content[1_300_001:])
+    assert_refused(examples.run(command), "of another one (text_sha256 ")
+
+
+def agree(rank: int, _: int, changes: dict[str, Any], text: str) -> str:
+    from train_lm import InputError, check_agreement
+
+    settings = Settings(data=Path(f"of-machine-{rank}"), **(changes if rank else {}))
+    inputs: Any = SimpleNamespace(identity={"text_sha256": text if rank else "abc"})
+    try:
+        check_agreement(settings, inputs)
+    except InputError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "difference"),
+    [
+        ({}, "abc", None),
+        ({"seed": 3, "accumulate": 2}, "abc", "(seed 0 -> 3, accumulate 1 -> 2)"),
+        ({"checkpoint_dir": Path("a")}, "abc", "(checkpoint_dir None -> True)"),
+        ({}, "def", "(text_sha256 abc -> def)"),
+    ],
+)
+def test_ranks_that_were_started_with_other_settings_end(
+    changes: dict[str, Any], text: str, difference: str | None
+) -> None:
+    """As when each machine's command is typed by hand."""
+    for outcome in ranks.run_ranks(agree, 2, changes, text):
+        if difference is None:
+            assert outcome.value == "agreed"
+        else:
+            assert f"rank 1 others than on rank 0 {difference}" in outcome.value
+
+
 def test_a_logger_with_the_methods_of_weights_and_biases(examples: Examples, text: Path) -> None:
     """On two ranks, rank 0 alone makes one."""
+    refused = examples.run(arguments(data=text, logger="shutil:copy"), 2)
+    assert_refused(refused, "--logger must name a function that needs no arguments, but shutil:co")
     options = {"data": text, "steps": 10, "logger": "recording_logger:init"}
     code, output, errors = examples.run(arguments(**options), 2)
     assert code == 0, errors
@@ -411,6 +480,8 @@ def test_the_sample_text_is_learned_and_weights_are_exported(
     missing = tmp_path / "nowhere" / "model.safetensors"
     refused = examples.run(arguments(steps=2, export=missing))
     assert_refused(refused, "No such file or directory", "nowhere")
+    refused = examples.run(arguments(steps=2, export=tmp_path))
+    assert_refused(refused, "--export must name a file, but got the folder")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is full")
@@ -483,6 +554,7 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         examples.run(["--help"]),
     )
     assert not folder.exists()  # nothing was written
+    assert examples.run(["--seed", str(2**64)])[0] == 2
     assert typo[0] == 2
     assert "No such option" in typo[2]
     assert usage[0] == 0

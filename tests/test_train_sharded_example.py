@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.example_programs import Examples
@@ -52,13 +53,26 @@ def test_predicts_trains_and_continues(examples: Examples, tmp_path: Path) -> No
 
     short = tmp_path / "short.txt"
     short.write_text("far too short")
-    for text, message in ((short, "has 13"), (tmp_path / "missing.txt", "must be a text file")):
+    wide, archive = tmp_path / "wide.npy", tmp_path / "tokens.npz"
+    np.save(wide, np.arange(300))
+    archive.write_bytes(b"PK")
+    for text, message in (
+        (short, "has 13"),
+        (tmp_path / "missing.txt", "No such file"),
+        (wide, "all below --vocab-size 256, but"),
+        (archive, "must be a .npy file or"),
+    ):
         code, _, errors = examples.run([*SMALL, "--data", str(text)], script=SCRIPT)
-        assert code == 2
+        assert code == 2, errors
         assert message in " ".join(errors.replace("│", " ").split())  # a box wraps it
-    code, _, errors = examples.run(["--size", "9B"], script=SCRIPT)
-    assert code == 2
-    assert "must be one of" in errors
+    for options, message in (
+        (["--size", "9B"], "must be one of"),
+        (["--num-heads", "3"], "num_heads must divide"),
+        (["--checkpoint-dir", str(short)], "File exists"),  # before the first step
+    ):
+        code, _, errors = examples.run([*SMALL, *options], script=SCRIPT)
+        assert code == 2, errors
+        assert message in " ".join(errors.replace("│", " ").split())
 
 
 def test_the_leaderboards_step_trains_and_is_timed(examples: Examples) -> None:
@@ -73,3 +87,6 @@ def test_the_leaderboards_step_trains_and_is_timed(examples: Examples) -> None:
     code, _, errors = examples.run(short, script="leaderboard_step.py")
     assert code == 2
     assert "torchrun" in errors
+    code, _, errors = examples.run([*short, "--row", "/no/such/f"], 2, "leaderboard_step.py")
+    assert code == 2, errors
+    assert "No such file" in errors

@@ -6,6 +6,7 @@ The program trains ten steps in one go, and again with a stop after five. Both e
 weights. Every rank saves: a file that rank 0 writes alone would lose the other ranks' state.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -62,4 +63,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ or len(sys.argv) != 2:
+        sys.exit(__doc__)
     main()

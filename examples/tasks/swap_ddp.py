@@ -6,6 +6,9 @@ One import and one line change. The program trains with both and compares the we
 checkpoint of the old wrapper loads into the new one.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,4 +44,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # started without torchrun, or for --help
+        sys.exit(__doc__)
     main()

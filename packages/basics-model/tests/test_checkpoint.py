@@ -240,6 +240,17 @@ def test_missing_folder_is_an_os_error(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "a.pt")
 
 
+@pytest.mark.parametrize("value", [np.float64(1.5), np.arange(3), Path("a")], ids=repr)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "latest.pt"
+    save_checkpoint(path, small(1))
+    state = Checkpoint(step=2, model={}, extra={"deep": [{"value": value}]})
+    with pytest.raises(ValueError, match=r"must hold tensors, numbers, .* but got (numpy|pathlib)"):
+        save_checkpoint(path, state)
+    assert load_checkpoint(path).step == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
 class Payload:
     """Runs code when a pickle that is not weights-only is loaded."""
 

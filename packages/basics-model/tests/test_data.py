@@ -115,6 +115,42 @@ def test_damaged_arrays_are_refused_with_their_name(tmp_path: Path) -> None:
     assert len(refused) > 0.8 * len(damaged)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".txt.gz", ".PT", ".safetensors"])
+def test_archives_are_no_tokens(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"tokens{suffix}"
+    path.write_bytes(b"PK\x03\x04 not tokens")
+    with pytest.raises(ValueError, match=rf"tokens{suffix} must be .* Unpack it, or save"):
+        open_tokens(path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "m8[s]", "M8[s]", "?", "S4", "object"])
+def test_other_values_than_integers_are_no_tokens(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(16))
+    with pytest.raises(ValueError, match=r"must be .* but got .*tokens\.bin|tokens\.bin must be"):
+        open_tokens(path, dtype)
+
+
+def test_arrays_have_their_suffix_in_any_case(tmp_path: Path) -> None:
+    path = tmp_path / "TOKENS.NPY"
+    with path.open("wb") as file:
+        np.save(file, np.arange(300, 310))
+    assert open_tokens(path).tolist() == list(range(300, 310))
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [(np.arange(20) - 3, "-3"), (np.full(20, 2**63, np.uint64), str(2**63))],
+    ids=["negative", "uint64"],
+)
+def test_ids_that_no_vocabulary_has_are_refused(ids: np.ndarray, found: str) -> None:
+    dataset = TokenDataset(ids, 4)
+    with pytest.raises(ValueError, match=rf"must be from 0 to 2\^63 - 1, but got {found}\. Check"):
+        next(iter(dataset.sequential_batches(4)))
+    with pytest.raises(ValueError, match=r"must be from 0 to 2\^63 - 1, but got"):
+        dataset.get_batch(100)
+
+
 def test_targets_are_the_next_tokens() -> None:
     inputs, targets = TokenDataset(np.arange(100), 7).get_batch(16)
     assert inputs.shape == targets.shape == (16, 7)
@@ -187,17 +223,24 @@ def test_impossible_datasets_are_refused() -> None:
     tokens = np.arange(5)
     with pytest.raises(ValueError, match="below the number of tokens, but got 5 of 5"):
         TokenDataset(tokens, 5)
-    with pytest.raises(ValueError, match="context_length must be at least 1"):
-        TokenDataset(tokens, 0)
+    with pytest.raises(ValueError, match="below the number of tokens, but got 9 of 5"):
+        TokenDataset(tokens, 9)
+    for context in (0, 2.0, True):
+        with pytest.raises(ValueError, match="context_length must be an integer of at least 1"):
+            TokenDataset(tokens, context)
+    for name in ("seed", "rank", "world_size"):
+        for number in (-1, 1.0):
+            with pytest.raises(ValueError, match=f"{name} must be an integer of at least 0, but"):
+                TokenDataset(tokens, 2, **{name: number})
     for wrong in (np.full(20, 1.5), np.zeros((20, 4), np.int64), np.ones(20, np.bool_)):
         with pytest.raises(ValueError, match="one-dimensional array of at least one integer, but"):
             TokenDataset(wrong, 2)
-    with pytest.raises(
-        ValueError, match="rank must be at least 0 and below world_size, but got 2 of 2"
-    ):
+    with pytest.raises(ValueError, match="rank must be below world_size 2, but got 2"):
         TokenDataset(tokens, 2, rank=2, world_size=2)
-    with pytest.raises(ValueError, match="batch_size must be at least 1, but got 0"):
-        TokenDataset(tokens, 2).get_batch(0)
+    for number in (0, -1, 2.0):
+        for batches in (TokenDataset.get_batch, TokenDataset.sequential_batches):
+            with pytest.raises(ValueError, match="batch_size must be an integer of at least 1"):
+                batches(TokenDataset(tokens, 2), number)
 
 
 @pytest.mark.gpu

@@ -51,7 +51,11 @@ def test_equal_logits_still_leave_k() -> None:
     assert len(kept(filter_logits(torch.zeros(10), top_k=3))) == 3
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 0}, {"top_k": 2.0}, {"top_k": True}, {"top_p": 0.0}, {"top_p": 1.5}],
+    ids=str,
+)
 def test_wrong_filters_are_refused(filters: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(filters))} must be"):
         filter_logits(LOGITS, **filters)
@@ -131,7 +135,12 @@ def test_nothing_to_add(config: ModelConfig) -> None:
             "temperature .* got -1.0",
         ),
         (torch.zeros(1, 1, dtype=torch.long), {"temperature": math.nan}, "temperature .* got nan"),
-        (torch.zeros(1, 1, dtype=torch.long), {"top_k": 0}, "top_k must be at least 1"),
+        (
+            torch.zeros(1, 1, dtype=torch.long),
+            {"top_k": 0},
+            "top_k must be an integer of at least 1",
+        ),
+        (torch.zeros(1, 1, dtype=torch.long), {"max_new_tokens": 2.0}, "max_new_tokens must be an"),
         (
             torch.zeros(1, 1, dtype=torch.long),
             {"temperature": 0, "top_p": 5},
@@ -143,14 +152,28 @@ def test_wrong_arguments_are_refused(
     config: ModelConfig, prompt: torch.Tensor, settings: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(TransformerLM(config), prompt, max_new_tokens=2, **settings)
+        generate(TransformerLM(config), prompt, **({"max_new_tokens": 2} | settings))
 
 
-def test_a_model_whose_logits_are_nan_is_refused_greedy_too(config: ModelConfig) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_whose_logits_are_not_finite_is_refused(
+    config: ModelConfig, value: float, temperature: float
+) -> None:
     model = TransformerLM(config)
-    torch.nn.init.constant_(model.norm.weight, math.nan)
+    torch.nn.init.constant_(model.norm.weight, value)
+    prompt = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match="logits must not be NaN"):
-        generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=2, temperature=0)
+        generate(model, prompt, max_new_tokens=2, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-300])
+def test_any_low_temperature_is_greedy(config: ModelConfig, temperature: float) -> None:
+    model = TransformerLM(config)
+    prompt = torch.zeros(2, 2, dtype=torch.long)
+    greedy = generate(model, prompt, max_new_tokens=8, temperature=0)
+    cold = generate(model, prompt, max_new_tokens=8, temperature=temperature, top_p=0.9)
+    assert torch.equal(cold, greedy)
 
 
 def test_infinite_logits_do_not_break_the_filter() -> None:

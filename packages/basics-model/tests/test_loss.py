@@ -61,6 +61,16 @@ def test_mismatches_are_refused(logits: torch.Tensor, targets: torch.Tensor, mes
         cross_entropy(logits, targets)
 
 
+@pytest.mark.parametrize("target", [-100, -1, 37])
+def test_targets_outside_of_the_vocabulary_are_refused(target: int) -> None:
+    hidden, weight, targets = head((5,))
+    targets[3] = target
+    with pytest.raises(ValueError, match=f"vocab_size - 1, but got: index {target} is out of boun"):
+        cross_entropy(hidden @ weight.T, targets)
+    with pytest.raises(ValueError, match=f"vocab_size - 1, but got: index {target} is out of boun"):
+        linear_cross_entropy(hidden, weight, targets, chunk_tokens=2)
+
+
 def head(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Hidden states (*shape, 16), a weight (37, 16) and targets, the first two with gradients."""
     hidden = torch.randn(*shape, 16, dtype=dtype, requires_grad=True)

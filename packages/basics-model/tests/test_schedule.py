@@ -84,6 +84,18 @@ def test_schedule_resumes() -> None:
         resumed.load_state_dict({"updates": 1, "max_learning_rates": [1.0, 2.0]})
 
 
+def test_a_group_that_came_later_is_refused_by_name() -> None:
+    params = parameters()
+    optimizer = AdamW(params[:2], lr=1.0)
+    schedule = CosineSchedule(optimizer, warmup_steps=4, total_steps=12)
+    optimizer.add_param_group({"params": params[2:]})
+    rates = schedule.get_last_lr()
+    with pytest.raises(ValueError, match=r"got 1 for 2 groups\. Make the schedule after add_"):
+        schedule.step()
+    assert schedule.updates == 0
+    assert schedule.get_last_lr() == rates
+
+
 def test_schedule_checks_its_ratio() -> None:
     with pytest.raises(ValueError, match=r"min_ratio must be between 0 and 1, but got 1\.5"):
         CosineSchedule(AdamW(parameters()), warmup_steps=1, total_steps=2, min_ratio=1.5)

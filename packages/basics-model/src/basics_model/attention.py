@@ -26,9 +26,8 @@ def sdpa_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def softmax_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention as its formula reads: O = softmax(Q·Kᵀ / √head_dim + mask)·V.
 
-    It stores the seq × seq scores. Its three steps are ranges in a profile: ``attention.scores``,
-    ``attention.softmax`` and ``attention.output``. Its arguments and result are those of
-    :data:`Attention`.
+    It is of type :data:`Attention` and stores the seq × seq scores. Its three steps are ranges in a
+    profile: ``attention.scores``, ``attention.softmax`` and ``attention.output``.
     """
     with record_function("attention.scores"):
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])

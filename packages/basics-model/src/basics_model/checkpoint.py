@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.serialization import config
 
 from basics_model.files import refusing_damage, written_whole
@@ -69,17 +70,20 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
     it, which the next save of that name replaces. One process writes a path.
 
     Raises:
-        OSError: the folder is missing or cannot be written, or the disk is full. The message names
-            the file.
+        OSError: the folder is missing or cannot be written, or the disk is full; names the file.
+        ValueError: it holds what :func:`load_checkpoint` would refuse, such as a NumPy number.
     """
     fields = {name: kind(getattr(checkpoint, name)) for name, kind in _FIELDS.items()}
-    with (
-        written_whole(Path(path)) as temporary,
-        temporary.open("wb") as file,
-        # Also in a program that has switched checksums off.
-        config.patch({"save.compute_crc32": True}),  # type: ignore[attr-defined]
-    ):
-        torch.save({"format": _FORMAT} | fields, file)
+    # Also in a program that has switched checksums off.
+    checksums = config.patch({"save.compute_crc32": True})  # type: ignore[attr-defined]
+    with written_whole(Path(path)) as temporary:
+        with checksums, temporary.open("wb") as file:
+            torch.save({"format": _FORMAT} | fields, file)
+        if foreign := get_unsafe_globals_in_checkpoint(temporary):
+            raise ValueError(
+                "a checkpoint must hold tensors, numbers, strings and containers of these, but got "
+                f"{', '.join(foreign)}. Convert it, such as a NumPy number by float()."
+            )
 
 
 def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu") -> Checkpoint:
@@ -91,8 +95,7 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: the file is damaged, is not a checkpoint of :func:`save_checkpoint`, or has a
-            newer format. The message names the file.
+        ValueError: the file, which is named, is damaged, of another kind or of a newer format.
     """
     with (
         Path(path).open("rb") as file,
@@ -108,14 +111,13 @@ def load_checkpoint(path: Path | str, *, map_location: torch.device | str = "cpu
 
 def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
     """Checks the structure of a loaded file before anything relies on it."""
-    version = content.get("format") if isinstance(content, dict) else type(content).__name__
+    version = content.pop("format", None) if isinstance(content, dict) else type(content).__name__
     if version != _FORMAT:
         raise ValueError(
             f"{path} must be a checkpoint of format {_FORMAT}, but got {version!r}. Load it with "
             "the version of basics-model that wrote it."
         )
-    fields = {name: value for name, value in content.items() if name != "format"}
-    found = {name: type(value) for name, value in fields.items()}
+    found = {name: type(value) for name, value in content.items()}
     if found != _FIELDS:
         expected, got = (
             ", ".join(f"{name} ({kind.__name__})" for name, kind in each.items())
@@ -124,4 +126,4 @@ def _as_checkpoint(path: Path | str, content: Any) -> Checkpoint:
         raise ValueError(
             f"{path} must be a checkpoint that holds {expected}, but got {got}. Load another."
         )
-    return Checkpoint(**fields)
+    return Checkpoint(**content)

@@ -7,6 +7,7 @@ no conversion. Files of wider tokens, made by any tokenizer, work the same way.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from basics_model.files import refusing_damage
+from basics_model.sizes import require_integer
 
 BYTE_VOCAB_SIZE = 256
 """Vocabulary size of byte-level encoding."""
@@ -26,6 +28,8 @@ SAMPLE_TEXT = Path(__file__).with_name("pride_and_prejudice.txt")
 The novel was published in 1813 and its author died in 1817, so it is in the public domain. The
 text is Project Gutenberg's, as the R package janeaustenr 1.0.0 distributes it, without changes.
 """
+
+_ARCHIVES = {".npz", ".pt", ".pth", ".safetensors", ".parquet", ".zip", ".gz", ".xz", ".zst"}
 
 
 def encode_bytes(text: str) -> Tensor:
@@ -60,16 +64,22 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
 
     Raises:
         OSError: the file is missing or cannot be read.
-        ValueError: it is empty, damaged, not one-dimensional, or not a whole number of integers.
-            The message names the file.
+        ValueError: it is empty, damaged, an archive or a compressed file by its name, not
+            one-dimensional, or not a whole number of integers. The message names the file.
     """
     path, kind = Path(path), np.dtype(dtype).newbyteorder("<")
-    what = "a whole .npy file" if path.suffix == ".npy" else f"a whole number of {kind.name} values"
+    suffix = path.suffix.lower()
+    if suffix in _ARCHIVES:
+        raise ValueError(
+            f"{path} must be a .npy file or a file of integers alone, but got a {suffix} file. "
+            "Unpack it, or save its tokens with numpy.save."
+        )
+    what = "a whole .npy file" if suffix == ".npy" else f"a whole number of {kind.name} values"
     with (
         path.open("rb"),  # what the system refuses is no damage
         refusing_damage(path, what, "Write the file again."),
     ):
-        if path.suffix == ".npy":
+        if suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
         else:
             tokens = np.memmap(path, dtype=kind, mode="r")
@@ -78,13 +88,14 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
 
 
 def _check_tokens(tokens: npt.NDArray[Any], where: str = "") -> None:
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or not len(tokens):
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
         raise ValueError(
             "tokens must be a one-dimensional array of at least one integer, but got "
             f"{tokens.dtype} of shape {tokens.shape}{where}."
         )
 
 
+@dataclass(eq=False)
 class TokenDataset:
     """Windows of a long token sequence, as (inputs, next tokens).
 
@@ -100,35 +111,32 @@ class TokenDataset:
         rank, world_size: which share of every batch is this process's.
 
     Raises:
-        ValueError: tokens that are no one-dimensional array of integers, or fewer than
-            ``context_length + 1``; ``rank`` outside the world.
+        ValueError: tokens that are not (length,) integers, or no more than ``context_length``;
+            counts out of range; from batches: token ids below 0 or from 2^63 on.
     """
 
-    def __init__(
-        self,
-        tokens: npt.NDArray[Any],
-        context_length: int,
-        *,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        _check_tokens(np.asarray(tokens))
-        if not 1 <= context_length < len(tokens):
+    tokens: npt.NDArray[Any]
+    context_length: int
+    _: KW_ONLY
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+    position: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        _check_tokens(np.asarray(self.tokens))
+        require_integer("context_length", self.context_length, least=1)
+        for name in ("seed", "rank", "world_size"):
+            require_integer(name, getattr(self, name), least=0)
+        if self.context_length >= len(self.tokens):
             raise ValueError(
-                "context_length must be at least 1 and below the number of tokens, but got "
-                f"{context_length} of {len(tokens)}. Use a longer text or a shorter context."
+                "context_length must be below the number of tokens, but got "
+                f"{self.context_length} of {len(self.tokens)}. Shorten it or use a longer text."
             )
-        if not 0 <= rank < world_size:
+        if self.rank >= self.world_size:
             raise ValueError(
-                f"rank must be at least 0 and below world_size, but got {rank} of {world_size}."
+                f"rank must be below world_size {self.world_size}, but got {self.rank}."
             )
-        self.tokens = tokens
-        self.context_length = context_length
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.position = 0
 
     def __len__(self) -> int:
         """Number of different windows."""
@@ -144,11 +152,9 @@ class TokenDataset:
             device: where the batch goes; copies to a GPU do not block.
 
         Returns:
-            Inputs and targets, each (batch_size, context_length) int64; targets are the inputs
-            moved on by one token.
+            Inputs, and targets one token later, each (batch_size, context_length) int64.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, but got {batch_size}.")
+        require_integer("batch_size", batch_size, least=1)
         generator = np.random.default_rng([self.seed, self.position])
         starts = generator.integers(len(self), size=(self.world_size, batch_size))
         self.position += 1
@@ -162,9 +168,10 @@ class TokenDataset:
         Every rank sees all of them; the last batch may be smaller, and a tail shorter than a window
         is left out. :attr:`position` does not move.
         """
+        require_integer("batch_size", batch_size, least=1)
         starts = np.arange(0, len(self), self.context_length)
-        for first in range(0, len(starts), batch_size):
-            yield self._windows(starts[first : first + batch_size], torch.device(device))
+        batches = (starts[first:][:batch_size] for first in range(0, len(starts), batch_size))
+        return (self._windows(batch, torch.device(device)) for batch in batches)
 
     def state_dict(self) -> dict[str, int]:
         """Seed and position, from which a continued run draws the next batch."""
@@ -181,6 +188,11 @@ class TokenDataset:
         span = self.context_length + 1
         rows = np.stack([self.tokens[start : start + span] for start in starts])
         windows = torch.from_numpy(rows.astype(np.int64))  # [batch, context + 1]
+        if int(windows.min()) < 0:  # also from 2^63 on, where uint64 wraps around
+            raise ValueError(
+                "token ids must be from 0 to 2^63 - 1, but got "
+                f"{rows.flat[int(windows.argmin())]}. Check the tokens and their dtype."
+            )
         if device.type == "cuda":
             windows = windows.pin_memory()
         windows = windows.to(device, non_blocking=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from basics_model.model import TransformerLM
+from basics_model.sizes import require_integer
 
 
 def filter_logits(
@@ -25,10 +26,10 @@ def filter_logits(
         A new tensor of the same shape and dtype.
 
     Raises:
-        ValueError: ``top_k`` below 1, or ``top_p`` not above 0 and at most 1.
+        ValueError: ``top_k`` no integer of at least 1, or ``top_p`` not above 0 and at most 1.
     """
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, but got {top_k}.")
+    if top_k is not None:
+        require_integer("top_k", top_k, least=1)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, but got {top_p}.")
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -38,9 +39,7 @@ def filter_logits(
         probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float32)
         # A token goes when the more likely ones before it reach p already.
         before = probabilities.cumsum(dim=-1) - probabilities
-        beyond = before >= top_p
-        beyond[..., 0] = False
-        ordered = ordered.masked_fill(beyond, -math.inf)
+        ordered[..., 1:].masked_fill_(before[..., 1:] >= top_p, -math.inf)
     return torch.empty_like(ordered).scatter_(-1, order, ordered)
 
 
@@ -74,8 +73,7 @@ def generate(
         (batch, seq + n) int64 with n ≤ ``max_new_tokens``: the prompt and its continuation.
 
     Raises:
-        ValueError: an empty prompt, a negative ``temperature`` or ``max_new_tokens``, NaN, also in
-            the logits, or as :func:`filter_logits`.
+        ValueError: an empty prompt, a negative number, wrong filters, NaN or inf in the logits.
     """
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(
@@ -84,21 +82,22 @@ def generate(
         )
     if not temperature >= 0:  # also refuses NaN
         raise ValueError(f"temperature must be a number of at least 0, but got {temperature}.")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be at least 0, but got {max_new_tokens}.")
+    require_integer("max_new_tokens", max_new_tokens, least=0)
     filter_logits(torch.zeros(1, 1), top_k=top_k, top_p=top_p)  # refuses wrong ones at once
     tokens = prompt
     finished = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -model.config.context_length :])[:, -1].float()  # [batch, vocab]
+        highest = logits.amax(dim=-1, keepdim=True)
+        if not bool(highest.isfinite().all()):
+            raise ValueError("the model's logits must not be NaN or inf. Check its weights.")
         if temperature == 0:
             drawn = logits.argmax(dim=-1)
-            if bool(logits.isnan().any()):  # as torch.multinomial refuses them
-                raise ValueError("the model's logits must not be NaN, but are. Check its weights.")
         else:
-            allowed = filter_logits(logits / temperature, top_k=top_k, top_p=top_p)
-            probabilities = torch.softmax(allowed, dim=-1)
-            drawn = torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+            # The highest becomes 0, so that no temperature, however low, makes it infinite.
+            scaled = (logits - highest) / max(temperature, torch.finfo(torch.float32).tiny)
+            allowed = filter_logits(scaled, top_k=top_k, top_p=top_p)
+            drawn = torch.multinomial(allowed.softmax(-1), 1, generator=generator).squeeze(-1)
         if stop_token is not None:
             drawn = drawn.masked_fill(finished, stop_token)
             finished |= drawn == stop_token

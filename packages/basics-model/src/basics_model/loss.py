@@ -27,13 +27,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         A scalar, fp32 or fp64. In a profile, the range ``loss`` holds what computes it.
 
     Raises:
-        ValueError: shapes do not match, there are no targets, or targets are not int64.
+        ValueError: shapes do not match, or targets are none, not int64, or, on CPUs, out of range.
     """
     _check_targets("logits", logits, targets)
     with record_function("loss"):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = wide.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        return (wide.logsumexp(dim=-1) - chosen).mean()
+        return (wide.logsumexp(dim=-1) - _gather(wide, targets).squeeze(-1)).mean()
 
 
 def linear_cross_entropy(
@@ -61,8 +60,7 @@ def linear_cross_entropy(
         once, with respect to ``hidden`` and ``weight``.
 
     Raises:
-        ValueError: shapes do not match, there are no targets, targets are not int64, inputs are not
-            floating point, or ``chunk_tokens`` is no integer of at least 1.
+        ValueError: as :func:`cross_entropy`, of integer inputs, or of ``chunk_tokens`` below 1.
     """
     _check_targets("hidden", hidden, targets)
     if not (hidden.is_floating_point() and weight.is_floating_point()):
@@ -90,8 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     With N positions, p = softmax(h Wᵀ) and loss = mean over n of -log p[n, t_n]:
     N · d loss / d logits = p - onehot(t),  d h = d logits · W,  d W = d logitsᵀ · h.
-    The factor 1 / N is left to the backward pass: in fp16 it would make small gradients 0 before a
-    gradient scaler's factor reaches them.
+    Backward multiplies with 1 / N: before a gradient scaler, it would make small fp16 gradients 0.
     """
 
     @staticmethod
@@ -115,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chosen = targets[part].unsqueeze(1)
             logits = rows @ narrow.T  # (chunk, V)
             log_p = logits.to(accumulated).log_softmax(1)
-            log_p_chosen = log_p.gather(1, chosen)
+            log_p_chosen = _gather(log_p, targets[part])
             total -= log_p_chosen.sum()
             if any(wanted):
                 # Each pass over the logits counts: exp takes their place in the narrow dtype, and
@@ -159,3 +156,16 @@ def _check_targets(name: str, x: Tensor, targets: Tensor) -> None:
         raise ValueError(
             f"targets must be int64, but got {targets.dtype}. Convert them with .long()."
         )
+
+
+def _gather(values: Tensor, targets: Tensor) -> Tensor:
+    """The values (..., vocab_size) at the targets (...), (..., 1)."""
+    try:
+        return values.gather(-1, targets.unsqueeze(-1))
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise ValueError(
+            f"targets must be from 0 to vocab_size - 1, but got: {error}. Leave out positions that "
+            "do not count, such as those of target -100."
+        ) from None

@@ -111,11 +111,9 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.attention, self.products = attention, products
-        width = config.d_model
-        self.query = Linear(width, width, **placement)
-        self.key = Linear(width, width, **placement)
-        self.value = Linear(width, width, **placement)
-        self.output = Linear(width, width, **placement)
+        self.query, self.key, self.value, self.output = (
+            Linear(config.d_model, config.d_model, **placement) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
@@ -191,18 +189,15 @@ class TransformerLM(nn.Module):
             which is faster where the weights lie side by side, as in a step of sharded parameters.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
             (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
-            the input of every n-th block is kept, and the backward pass holds the activations of n
-            blocks at a time. A block keeps many times its input, so n = 1 needs the least memory. A
-            step takes a quarter to a third longer.
+            the input of every n-th block is kept, and backward holds the activations of n blocks at
+            a time; n = 1 needs the least memory. A step takes a quarter to a third longer.
         keep_attention: with ``checkpoint_blocks=1``, also keep the outputs of fused attention
-            (:mod:`basics_model.recomputation`). Without effect on attention that is not one fused
-            operator.
+            (:mod:`basics_model.recomputation`). It changes nothing for attention that is not fused.
         device: where parameters are made; "meta" allocates nothing.
         dtype: of the parameters.
 
     Raises:
-        ValueError: ``checkpoint_blocks`` is no integer of at least 0, or not 1 beside
-            ``keep_attention``.
+        ValueError: ``checkpoint_blocks`` is no integer, below 0, or not 1 with ``keep_attention``.
 
     The state dict holds parameters only: rotary tables are computed in each forward, once for all
     blocks, so a model accepts any sequence length and can be moved or cast without harming them.
@@ -255,8 +250,7 @@ class TransformerLM(nn.Module):
             logits are never in memory at once (:func:`basics_model.loss.linear_cross_entropy`).
 
         Raises:
-            ValueError: ``token_ids`` is not two-dimensional int64, or ``targets`` or ``positions``
-                do not fit.
+            ValueError: ``token_ids`` is not (batch, seq) int64, or the others do not fit it.
         """
         if token_ids.ndim != 2 or token_ids.dtype != torch.int64:
             raise ValueError(

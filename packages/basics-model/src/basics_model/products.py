@@ -29,8 +29,7 @@ def joined_products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
 
     Weights in the input's dtype that lie side by side in memory are read where they are. That is
     how ``shard_optim.FullyShardedDataParallel`` gathers the parameters of a unit. Other weights are
-    copied side by side in every pass, together with their cast if they need one. The layers' hooks
-    do not run.
+    copied side by side, and cast if they need it, in every pass. The layers' hooks do not run.
     """
     weights = [layer.weight for layer in layers]
     rows = x.flatten(0, -2)
@@ -99,8 +98,7 @@ def use_float8_products(
     Args:
         model: with a list of blocks, such as :class:`basics_model.TransformerLM`. Dimensions are
             multiples of 16, and so is the number of tokens of a batch.
-        recipe: "tensorwise" for one scale a tensor, "rowwise" for one a row, which is more exact
-            and slower.
+        recipe: "tensorwise": one scale a tensor; "rowwise": one a row, more exact and slower.
         emulate: compute what a GPU of compute capability 8.9 or more would, on any device.
 
     Raises:

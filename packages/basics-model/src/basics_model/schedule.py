@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -47,41 +48,34 @@ def cosine_learning_rate(
     return min_learning_rate + 0.5 * (1 + math.cos(math.pi * progress)) * span
 
 
+@dataclass(eq=False)
 class CosineSchedule:
     """Sets the learning rate of every parameter group by :func:`cosine_learning_rate`.
 
     A group's maximum is the rate that it has when the schedule is built, and its minimum that
     rate times ``min_ratio``. The rate of the first update is set at once; call :meth:`step` after
     each update, as with ``torch.optim.lr_scheduler``. The optimizer may be any object with
-    ``param_groups``. A rate that is a tensor is filled in place, so that a CUDA graph of the update
-    sees it.
+    ``param_groups``. A rate that is a tensor is filled in place, for CUDA graphs of the update.
 
     Raises:
-        ValueError: as :func:`cosine_learning_rate`, or ``min_ratio`` is not between 0 and 1.
+        ValueError: as :func:`cosine_learning_rate`; ``min_ratio`` not from 0 to 1; from
+            :meth:`step`: parameter groups that were added later.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        warmup_steps: int,
-        total_steps: int,
-        min_ratio: float = 0.1,
-    ) -> None:
-        if not 0 <= min_ratio <= 1:
-            raise ValueError(f"min_ratio must be between 0 and 1, but got {min_ratio}.")
-        self.optimizer = optimizer
-        self.warmup_steps = warmup_steps
-        self.total_steps = total_steps
-        self.min_ratio = min_ratio
-        self.max_learning_rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.updates = 0
-        self._set()
+    optimizer: Optimizer
+    _: KW_ONLY
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_ratio <= 1:
+            raise ValueError(f"min_ratio must be between 0 and 1, but got {self.min_ratio}.")
+        self._set(0, [float(group["lr"]) for group in self.optimizer.param_groups])
 
     def step(self) -> None:
         """Records an update and sets the rates of the next one."""
-        self.updates += 1
-        self._set()
+        self._set(self.updates + 1, self.max_learning_rates)
 
     def get_last_lr(self) -> list[float]:
         """Rate of each parameter group, as it is set now."""
@@ -97,22 +91,20 @@ class CosineSchedule:
         Raises:
             ValueError: the state was saved for another number of parameter groups.
         """
-        rates = [float(rate) for rate in state["max_learning_rates"]]
-        if len(rates) != len(self.optimizer.param_groups):
-            raise ValueError(
-                f"the schedule's state must hold one rate per parameter group, but got "
-                f"{len(rates)} for {len(self.optimizer.param_groups)} groups."
-            )
-        self.updates = int(state["updates"])
-        self.max_learning_rates = rates
-        self._set()
+        self._set(int(state["updates"]), [float(rate) for rate in state["max_learning_rates"]])
 
-    def _set(self) -> None:
-        for group, maximum in zip(
-            self.optimizer.param_groups, self.max_learning_rates, strict=True
-        ):
+    def _set(self, updates: int, max_learning_rates: list[float]) -> None:
+        groups = self.optimizer.param_groups
+        if len(max_learning_rates) != len(groups):
+            raise ValueError(
+                "a schedule must hold one rate per parameter group, but got "
+                f"{len(max_learning_rates)} for {len(groups)} groups. Make the schedule after "
+                "add_param_group."
+            )
+        self.updates, self.max_learning_rates = updates, max_learning_rates
+        for group, maximum in zip(groups, max_learning_rates, strict=True):
             rate = cosine_learning_rate(
-                self.updates + 1,
+                updates + 1,
                 max_learning_rate=maximum,
                 min_learning_rate=maximum * self.min_ratio,
                 warmup_steps=self.warmup_steps,

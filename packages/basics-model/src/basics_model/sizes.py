@@ -47,15 +47,10 @@ class ModelConfig:
                 require_integer(name, value, least=1)
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta must be above 0, but got {self.rope_theta!r}.")
-        if self.d_model % self.num_heads:
+        if self.d_model % (2 * self.num_heads):
             raise ValueError(
-                f"num_heads must divide d_model, but got d_model={self.d_model} and "
-                f"num_heads={self.num_heads}. Change one of them."
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"d_model / num_heads must be even for rotary embeddings, but got {self.d_model} / "
-                f"{self.num_heads} = {self.head_dim}. Change one of them."
+                "num_heads must divide d_model into even dimensions for rotary embeddings, but got "
+                f"d_model={self.d_model} and num_heads={self.num_heads}. Change one of them."
             )
 
     @property
@@ -136,8 +131,7 @@ def model_flops(config: ModelConfig, batch: int, seq: int) -> int:
     - feed-forward: 3 products (N, d_model) × (d_model, d_ff), in either direction;
     - LM head: (N, d_model) × (d_model, vocab_size).
 
-    The backward pass computes two products for each of the forward's, so a training step takes
-    three times this number.
+    Backward computes two products for each of forward's, so a step takes three times this number.
     """
     tokens = batch * seq
     projections = 8 * tokens * config.d_model**2
