@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import MEBIBYTE
+from shard_optim.bucket_plan import split_by_size
 from shard_optim.parameter_groups import all_params
 from shard_optim.shard_update import settings_of
 
@@ -119,18 +120,17 @@ class _Offloaded(Optimizer):
 
     def _chunks(self) -> Iterator[list[list[Tensor]]]:
         """Parameters with gradients, as chunks of one list per parameter group."""
-        groups, chunk, room = self.param_groups, list[list[Tensor]](), 0.0
-        for number, group in enumerate(groups):
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if not chunk or param.nbytes > room:
-                    if chunk:
-                        yield chunk
-                    chunk, room = [[] for _ in groups], self._chunk_bytes
+        groups = self.param_groups
+        members = [
+            (number, param)
+            for number, group in enumerate(groups)
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for run in split_by_size([param.nbytes for _, param in members], self._chunk_bytes):
+            chunk: list[list[Tensor]] = [[] for _ in groups]
+            for number, param in (members[at] for at in run):
                 chunk[number].append(param)
-                room -= param.nbytes
-        if chunk:
             yield chunk
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
