@@ -88,9 +88,9 @@ class _Offloaded(Optimizer):
         kwargs: Mapping[str, Any],
     ) -> None:
         """One chunk's step; takes note of hyperparameters that the class changes."""
-        members = [param for several in chunk for param in several]
+        members = [param for several in chunk for param in several if param.grad is not None]
         if self._copies is None:
-            self._copies = _Copies(members[0].device)
+            self._copies = _Copies(all_params(groups)[0].device)
         resting = self._large_state(members)
         arrived = self._copies.fetch([host for _, _, host in resting])
         for (state, key, _), tensor in zip(resting, arrived, strict=True):
@@ -119,15 +119,11 @@ class _Offloaded(Optimizer):
         return [(s, key, value) for s in states for key, value in s.items() if _travels(value)]
 
     def _chunks(self) -> Iterator[list[list[Tensor]]]:
-        """Parameters with gradients, as chunks of one list per parameter group."""
+        """All parameters, as chunks of one list per parameter group."""
         groups = self.param_groups
-        members = [
-            (number, param)
-            for number, group in enumerate(groups)
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        for run in split_by_size([param.nbytes for _, param in members], self._chunk_bytes):
+        members = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+        sizes = [0 if param.grad is None else param.nbytes for _, param in members]
+        for run in split_by_size(sizes, self._chunk_bytes):
             chunk: list[list[Tensor]] = [[] for _ in groups]
             for number, param in (members[at] for at in run):
                 chunk[number].append(param)

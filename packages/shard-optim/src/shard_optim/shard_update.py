@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shard_optim.bucket_plan import Partition, split_by_size
@@ -226,6 +226,9 @@ class LocalOptimizer:
             tensors: list[list[Tensor]] = [[] for _ in groups]
             for each in (each for several in fused.values() for each in several):
                 tensors[each.group].append(each.tensor)
+            for own, group in zip(tensors, groups, strict=True):
+                if not own and group["params"]:
+                    own.append(stand_in(group["params"][0], group["params"][0].size()))
             local_groups = [
                 settings_of(group) | {"params": own}
                 for group, own in zip(groups, tensors, strict=True)
@@ -263,7 +266,7 @@ class LocalOptimizer:
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
         """
-        changed: list[dict[str, Any]] = [{} for _ in groups]
+        changed: dict[int, dict[str, Any]] = {}
         for step_group in self.step_groups:
             optimizer = step_group.optimizer
             for group, local in zip(groups, optimizer.param_groups, strict=False):
@@ -272,9 +275,7 @@ class LocalOptimizer:
             for fused in mastered:
                 fused.follow_parameters()
             optimizer.step(**kwargs)
-            for number, local in enumerate(optimizer.param_groups):
-                if local["params"] or not changed[number]:
-                    changed[number] = settings_of(local)
+            changed |= enumerate(map(settings_of, optimizer.param_groups))
             if self._partition == "flat" and not step_group.checked:
                 step_group.checked = True
                 for fused in step_group.all_fused():
@@ -282,8 +283,8 @@ class LocalOptimizer:
             if mastered:  # updated, and rounded into the parameters
                 torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused
-        for group, settings in zip(groups, changed, strict=True):
-            group.update(settings)
+        for number, settings in changed.items():
+            groups[number].update(settings)
         self.drop_gradients()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -369,6 +370,15 @@ class LocalOptimizer:
         """
         for step_group in self.step_groups:
             step_group.load(states, settings)
+
+
+def stand_in(param: Tensor, size: torch.Size) -> nn.Parameter:
+    """A parameter of one element's memory, which gets no gradient.
+
+    Some classes count steps in their groups, but pass over groups without parameters: a rank that
+    owns none of a group's would count otherwise than the others.
+    """
+    return nn.Parameter(param.new_zeros(()).expand(size))
 
 
 def _replace(items: list[Any], old: Any, new: Sequence[Any]) -> None:
