@@ -16,6 +16,7 @@ WAYS = {
     "left-out zero_grad": ("with 0 gradients", r"with \d\d gradients kept"),
     "scheduler": (r"lr=0\.1", r"lr=0\.05"),
     "momentum": (r"momentum=0", r"momentum=0\.9"),
+    "tensor": (r"lr=0\.1", r"lr=0\.25"),
 }
 
 
@@ -29,8 +30,9 @@ def train(rank, world_size, way):
         loss_of(model, step, rank).backward()
         if step == 3:
             raise AssertionError("the difference has not been found in the next backward")
-        if odd and way in ("lr", "scheduler"):
-            optimizer.param_groups[0]["lr"] = 0.2 if way == "lr" else 0.05
+        if odd and way in ("lr", "scheduler", "tensor"):
+            rates = {"lr": 0.2, "scheduler": 0.05, "tensor": torch.tensor(0.25)}
+            optimizer.param_groups[0]["lr"] = rates[way]
         if odd and way == "momentum":
             optimizer.param_groups[0]["momentum"] = 0.9
         for _ in range(0 if odd and way == "left-out step" else 1 + (odd and "more" in way)):
@@ -51,7 +53,8 @@ def alike(rank, world_size):
     """Accumulation, skipped steps and several optimizers, alike on every rank: no error."""
     model = FullyShardedDataParallel(net())
     params = list(model.parameters())
-    optimizers = [torch.optim.SGD(params[::2], lr=0.1), torch.optim.AdamW(params[1::2], lr=0.1)]
+    lr = 1 if rank else 1.0
+    optimizers = [torch.optim.SGD(params[::2], lr=lr), torch.optim.AdamW(params[1::2], lr=0.1)]
     for step in range(6):
         with model.no_sync():
             loss_of(model, step, rank).backward()

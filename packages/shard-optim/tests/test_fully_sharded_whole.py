@@ -153,6 +153,53 @@ def check_order_of_parameters(rank, world_size):
     assert_equal(model, expected, exact=True)
 
 
+class Counting(torch.optim.Optimizer):
+    """SGD with a rate of 1 / steps, which it counts in its groups unless they are empty."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["params"]:
+                group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+def check_counts_in_groups(rank, world_size):
+    """Steps are counted once, whatever the number of matrices, and by ranks that own none."""
+    expected = net()
+    plain = Counting(matrices_of(expected), lr=0.1)
+    for step in range(3):
+        plain.zero_grad()
+        loss_of(expected, step, rank).backward()
+        average_gradients(expected)
+        plain.step()
+    for offload_state in (False, True):
+        model = FullyShardedDataParallel(net())
+        first, *rest = matrices_of(model)
+        counting = ShardedOptimizer(
+            [{"params": [first]}, {"params": rest}],
+            Counting,
+            partition="whole",
+            offload_state=offload_state,
+            lr=0.1,
+        )
+        train(model, [counting], rank, range(3))
+        assert [group["count"] for group in counting.param_groups] == [3, 3]
+        counting.zero_grad()
+        counting.step()
+        assert [group["count"] for group in counting.param_groups] == [4, 4]
+        assert_equal(model, expected, exact=True)
+
+
+def test_counts_in_groups():
+    run_ranks(check_counts_in_groups, 2)
+
+
 def test_the_order_of_parameters_does_not_matter():
     run_ranks(check_order_of_parameters, 2)
 

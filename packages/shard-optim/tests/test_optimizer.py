@@ -33,6 +33,23 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(p.grad, 0.01)
 
 
+class CountsInGroups(torch.optim.Optimizer):
+    """Counts steps in its groups, and passes over groups without parameters, as Apex's Adam."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / group["step"])
+
+
 class RowNorm(torch.optim.Optimizer):
     """Keeps one number per row: it cannot work on flat slices, and we have never heard of it."""
 
@@ -193,6 +210,30 @@ def check_schedule(rank, world_size):
     assert_same(models)
     assert all(a is b for a, b in zip(kept, sharded.param_groups, strict=True))
     assert [g["lr"] for g in plain.param_groups] == [g["lr"] for g in sharded.param_groups]
+
+
+def check_counts(rank, world_size):
+    """Of the small second group one rank owns everything, or each rank a part of it."""
+    for partition in ("flat", "whole"):
+        models, plain, sharded = pair(
+            CountsInGroups, groups=split_groups, lr=0.1, sharded={"partition": partition}
+        )
+        train(models, (plain, sharded), 3)
+        assert_same(models, partition)
+        assert [group["step"] for group in sharded.param_groups] == [3, 3]
+        owned = sharded.local.step_groups[0].all_fused()
+        assert {fused.group for fused in owned} != {0, 1} or rank
+
+
+def check_equal_numbers(rank, world_size):
+    """Ranks that write a number otherwise have the same settings; a tensor is compared too."""
+    lr, weight_decay = [(1, 0.0), (1.0, 0)][rank]
+    models, plain, sharded = pair(torch.optim.AdamW, lr=lr, weight_decay=weight_decay)
+    train(models, (plain, sharded), 2)
+    assert_same(models)
+    lr = torch.tensor(0.1 * (1 + rank))
+    with pytest.raises(RuntimeError, match=r"lr = 0\.1000.* lr = 0\.2000"):
+        ShardedOptimizer(toy().parameters(), torch.optim.AdamW, lr=lr, foreach=False)
 
 
 def check_growth(rank, world_size):
@@ -445,6 +486,8 @@ CHECKS = [
     *((f"bitwise {cls.__name__}", check_class, ([cls.__name__],)) for cls, _ in ELEMENTWISE),
     ("fused CPU kernels match to rounding", check_fused, ()),
     ("groups and schedulers", check_schedule, ()),
+    ("counts in groups", check_counts, ()),
+    ("equal numbers", check_equal_numbers, ()),
     ("a group added and a parameter unfrozen mid-training", check_growth, ()),
     ("mixed dtypes and memory formats", check_mixed, ()),
     ("whole parameters for shape-dependent optimizers", check_whole, ()),

@@ -35,6 +35,10 @@ def another_rate(_model, optimizer):
     optimizer.param_groups[0]["lr"] = 0.1
 
 
+def another_tensor(_model, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+
+
 # What one rank does before a step, and what every rank's error says.
 FAULTS = {
     "runs backward once more": (backward_once_more, "about to run the reduce-scatter of gradients"),
@@ -43,6 +47,7 @@ FAULTS = {
     "loads whole state": (lambda m, o: load_full_state({}, m, o), "exchange of what is loaded"),
     "loads its state": (lambda _, o: o.load_state_dict(o.state_dict()), "of what the ranks load"),
     "takes another learning rate": (another_rate, r"a step after 1 reductions, with .*lr=0\.1"),
+    "takes a tensor as learning rate": (another_tensor, r"with .*lr=0\.25"),
     "saves": (lambda m, o: save("/nonexistent/nowhere", m, o), "about to run saving a checkpoint"),
 }
 

@@ -83,16 +83,17 @@ def plan_buckets(
         partition: "flat" or "whole".
         bucket_numel: largest number of elements of a bucket, except that a parameter is never
             split over two buckets, and that a "whole" bucket grows until padding is small.
-        first_numel: limit of the first "flat" bucket, if smaller; each further one may hold
-            ``RAMP`` times as much as all before it, up to ``bucket_numel``. The first bucket's
-            gradients are the last that backward makes, so nothing hides its reduction.
+        first_numel: limit of the first "flat" bucket, whose gradients are the last that backward
+            makes, so nothing hides its reduction; see ``split_by_size``.
         alignment: parameters start at multiples of this many elements, because matrix kernels
             are slower on misaligned operands.
     """
-    first = bucket_numel if first_numel is None else first_numel
     flat, totals, plans = partition == "flat", [0] * world_size, []
-    split = _split_by_size(numels, bucket_numel, first)
-    for members in split if flat else _split_by_padding(numels, bucket_numel, world_size):
+    if flat:
+        runs = split_by_size(numels, bucket_numel, first_numel)
+    else:
+        runs = _split_by_padding(numels, bucket_numel, world_size)
+    for members in runs:
         sizes = [numels[index] for index in members]
         padded = [round_up(size, alignment) for size in sizes]
         offsets = list(accumulate(padded, initial=0))[:-1]
@@ -116,35 +117,39 @@ def plan_buckets(
     return plans
 
 
-def _split_by_size(numels: Sequence[int], bucket_numel: int, first_numel: int) -> list[list[int]]:
+def split_by_size(
+    sizes: Sequence[int], limit: float, first_limit: float | None = None
+) -> list[list[int]]:
+    """Runs of neighbours, by position, each of at most ``limit`` in all or of one item.
+
+    Args:
+        first_limit: of the first run, if smaller; each further one may hold ``RAMP`` times as much
+            as all before it, up to ``limit``.
+    """
     runs: list[list[int]] = []
-    room = before = 0
-    for index, numel in enumerate(numels):
-        if not runs or numel > room:
+    room, before = 0.0, 0
+    for position, size in enumerate(sizes):
+        if not runs or size > room:
             runs.append([])
-            room = min(bucket_numel, max(first_numel, RAMP * before))
-        runs[-1].append(index)
-        room -= numel
-        before += numel
+            room = limit if first_limit is None else min(limit, max(first_limit, RAMP * before))
+        runs[-1].append(position)
+        room -= size
+        before += size
     return runs
 
 
 def _split_by_padding(numels: Sequence[int], bucket_numel: int, world_size: int) -> list[list[int]]:
     """Runs of parameters large enough that balancing whole parameters wastes little."""
-    runs: list[list[int]] = []
-    open_run: list[int] = []
-    for index in range(len(numels)):
-        open_run.append(index)
-        filled = sum(numels[i] for i in open_run)
-        largest = max(numels[i] for i in open_run)
-        if filled >= max(bucket_numel, _WHOLE_BUCKET_WEIGHT * world_size * largest):
-            runs.append(open_run)
-            open_run = []
-    if open_run and runs:
-        runs[-1].extend(open_run)  # a short last run could not be balanced
-    elif open_run:
-        runs.append(open_run)
-    return runs
+    runs: list[list[int]] = [[]]
+    for position in range(len(numels)):
+        runs[-1].append(position)
+        sizes = [numels[at] for at in runs[-1]]
+        if sum(sizes) >= max(bucket_numel, _WHOLE_BUCKET_WEIGHT * world_size * max(sizes)):
+            runs.append([])
+    rest = runs.pop()
+    if runs:
+        runs[-1] += rest  # a short last run could not be balanced
+    return runs or [rest]
 
 
 def round_up(number: int, multiple: int) -> int:

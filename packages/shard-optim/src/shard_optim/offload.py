@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ddp_lite.ranks import MEBIBYTE
+from shard_optim.bucket_plan import split_by_size
 from shard_optim.parameter_groups import all_params
 from shard_optim.shard_update import settings_of
 
@@ -87,9 +88,9 @@ class _Offloaded(Optimizer):
         kwargs: Mapping[str, Any],
     ) -> None:
         """One chunk's step; takes note of hyperparameters that the class changes."""
-        members = [param for several in chunk for param in several]
+        members = [param for several in chunk for param in several if param.grad is not None]
         if self._copies is None:
-            self._copies = _Copies(members[0].device)
+            self._copies = _Copies(all_params(groups)[0].device)
         resting = self._large_state(members)
         arrived = self._copies.fetch([host for _, _, host in resting])
         for (state, key, _), tensor in zip(resting, arrived, strict=True):
@@ -118,19 +119,14 @@ class _Offloaded(Optimizer):
         return [(s, key, value) for s in states for key, value in s.items() if _travels(value)]
 
     def _chunks(self) -> Iterator[list[list[Tensor]]]:
-        """Parameters with gradients, as chunks of one list per parameter group."""
-        groups, chunk, room = self.param_groups, list[list[Tensor]](), 0.0
-        for number, group in enumerate(groups):
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if not chunk or param.nbytes > room:
-                    if chunk:
-                        yield chunk
-                    chunk, room = [[] for _ in groups], self._chunk_bytes
+        """All parameters, as chunks of one list per parameter group."""
+        groups = self.param_groups
+        members = [(number, p) for number, group in enumerate(groups) for p in group["params"]]
+        sizes = [0 if param.grad is None else param.nbytes for _, param in members]
+        for run in split_by_size(sizes, self._chunk_bytes):
+            chunk: list[list[Tensor]] = [[] for _ in groups]
+            for number, param in (members[at] for at in run):
                 chunk[number].append(param)
-                room -= param.nbytes
-        if chunk:
             yield chunk
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
-from shard_optim.parameter_groups import Groups, all_params
+from shard_optim.parameter_groups import Groups, all_params, as_text
 from shard_optim.place import SHARDED, Place
 from shard_optim.refused_gradient import GradientShard
 
@@ -324,12 +324,12 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def settings_in(optimizer: Optimizer) -> str:
-    """The hyperparameters of all groups; tensors are left out, whose values may be on a GPU."""
+    """The hyperparameters of all groups, without tensors on a GPU, which would have to be read."""
     groups = [
         ", ".join(
-            f"{key}={value}"
+            f"{key}={as_text(value)}"
             for key, value in sorted(group.items())
-            if key not in ("params", "param_names") and not isinstance(value, Tensor)
+            if key not in ("params", "param_names") and not getattr(value, "is_cuda", False)
         )
         for group in optimizer.param_groups
     ]

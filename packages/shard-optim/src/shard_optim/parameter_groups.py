@@ -59,13 +59,22 @@ def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     return {number: states[key] for number, key in enumerate(keys) if key in states}
 
 
+def as_text(setting: Any) -> str:
+    """A hyperparameter in words, the same for equal numbers: 1, 1.0 and a tensor of it."""
+    if isinstance(setting, Tensor):
+        setting = setting.tolist()
+    if isinstance(setting, (list, tuple)):
+        return f"({', '.join(map(as_text, setting))})"
+    return str(setting).removesuffix(".0")
+
+
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
     """One line per hyperparameter and per parameter."""
     lines = []
     for number, group in enumerate(groups, start=first):
         settings = {key: value for key, value in group.items() if key != "params"}
         names = settings.pop("param_names", [""] * len(group["params"]))
-        lines += [f"group {number}: {key} = {value}" for key, value in sorted(settings.items())]
+        lines += [f"group {number}: {key} = {as_text(settings[key])}" for key in sorted(settings)]
         lines += [
             f"group {number}: parameter {position} {name} {tuple(param.shape)} {param.dtype} "
             f"{param.device.type} {'trainable' if param.requires_grad else 'frozen'}, strides "

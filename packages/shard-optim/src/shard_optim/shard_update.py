@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shard_optim.bucket_plan import Partition
+from shard_optim.bucket_plan import Partition, split_by_size
 from shard_optim.buckets import Bucket, Shard
 from shard_optim.communication import check_gradient, in_dtype
 from shard_optim.optimizer_class import check_elementwise_state
@@ -129,39 +129,6 @@ class FusedShard:
         return joined
 
 
-def fuse_shards(
-    bucket: Bucket, group_of: Mapping[int, int], *, merge: bool, master_dtype: torch.dtype | None
-) -> list[FusedShard]:
-    """This rank's shards of a bucket, neighbours of one parameter group together.
-
-    Args:
-        group_of: each parameter's group, by parameter number.
-        master_dtype: dtype of the copies that the optimizer updates, or None for none.
-    """
-    gathered: list[list[Shard]] = []
-    for shard in bucket.shards:
-        last = gathered[-1][-1] if gathered else None
-        if (
-            merge
-            and last is not None
-            and last.view.ndim == shard.view.ndim == 1
-            and last.begin + last.view.numel() == shard.begin
-            and group_of[last.index] == group_of[shard.index]
-        ):
-            gathered[-1].append(shard)
-        else:
-            gathered.append([shard])
-    fused = []
-    for shards in gathered:
-        first, length = shards[0], sum(shard.view.numel() for shard in shards)
-        base, group = first.view, group_of[first.index]
-        if len(shards) > 1:
-            base = bucket.owned.narrow(0, first.begin, length)
-        tensor = base if master_dtype is None else base.to(master_dtype)
-        fused.append(FusedShard(shards=shards, group=group, base=base, tensor=tensor))
-    return fused
-
-
 @dataclass(eq=False)
 class StepGroup:
     """Neighbouring buckets and the optimizer that updates this rank's shards of them."""
@@ -190,6 +157,24 @@ class StepGroup:
         tensors = self.optimizer.param_groups[fused.group]["params"]
         _replace(tensors, fused.tensor, [part.tensor for part in parts])
         return parts
+
+    def load(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
+        """Replaces all state, by parameter number, and hyperparameters; fills master copies."""
+        found: dict[Tensor, dict[str, Any]] = {}
+        members = [(bucket, each) for bucket, several in self.fused.items() for each in several]
+        for bucket, fused in members:
+            given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
+            for shard, state, master in zip(fused.shards, given, fused.masters(), strict=True):
+                saved = state.pop(MASTER, shard.view)
+                if fused.has_master:
+                    master.copy_(saved)
+            joined = given[0] if len(given) == 1 else fused.joined_state(given)
+            if joined is not None:
+                found[fused.tensor] = joined
+            else:
+                parts = self.split(bucket, fused)
+                found |= {part.tensor: state for part, state in zip(parts, given, strict=True)}
+        load_into(self.optimizer, found, settings)
 
 
 class LocalOptimizer:
@@ -234,21 +219,46 @@ class LocalOptimizer:
         for number, group in enumerate(groups):
             for _ in group["params"]:
                 group_of[len(group_of)] = number
-        for members in _neighbourhoods(buckets):
-            fused = {
-                bucket: fuse_shards(
-                    bucket, group_of, merge=self._merge, master_dtype=self._master_dtype
-                )
-                for bucket in members
-            }
+        sizes = [bucket.flat.nbytes for bucket in buckets]
+        limit = max(sum(sizes) / MAX_STEP_GROUPS, MIN_STEP_GROUP_BYTES)
+        for run in split_by_size(sizes, limit):
+            fused = {buckets[at]: self._fuse(buckets[at], group_of) for at in run}
             tensors: list[list[Tensor]] = [[] for _ in groups]
             for each in (each for several in fused.values() for each in several):
                 tensors[each.group].append(each.tensor)
+            for own, group in zip(tensors, groups, strict=True):
+                if not own and group["params"]:
+                    own.append(stand_in(group["params"][0], group["params"][0].size()))
             local_groups = [
                 settings_of(group) | {"params": own}
                 for group, own in zip(groups, tensors, strict=True)
             ]
             self.step_groups.append(StepGroup(self._make(local_groups, **self._kwargs), fused))
+
+    def _fuse(self, bucket: Bucket, group_of: Mapping[int, int]) -> list[FusedShard]:
+        """This rank's shards of a bucket, mergeable neighbours of one parameter group together."""
+        gathered: list[list[Shard]] = []
+        for shard in bucket.shards:
+            last = gathered[-1][-1] if gathered else None
+            if (
+                self._merge
+                and last is not None
+                and last.view.ndim == shard.view.ndim == 1
+                and last.begin + last.view.numel() == shard.begin
+                and group_of[last.index] == group_of[shard.index]
+            ):
+                gathered[-1].append(shard)
+            else:
+                gathered.append([shard])
+        fused = []
+        for shards in gathered:
+            first, length = shards[0], sum(shard.view.numel() for shard in shards)
+            base, group = first.view, group_of[first.index]
+            if len(shards) > 1:
+                base = bucket.owned.narrow(0, first.begin, length)
+            tensor = base if self._master_dtype is None else base.to(self._master_dtype)
+            fused.append(FusedShard(shards=shards, group=group, base=base, tensor=tensor))
+        return fused
 
     def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
         """Updates this rank's shards; yields each bucket as soon as its shards are updated.
@@ -256,7 +266,7 @@ class LocalOptimizer:
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
         """
-        changed: list[dict[str, Any]] = [{} for _ in groups]
+        changed: dict[int, dict[str, Any]] = {}
         for step_group in self.step_groups:
             optimizer = step_group.optimizer
             for group, local in zip(groups, optimizer.param_groups, strict=False):
@@ -265,9 +275,7 @@ class LocalOptimizer:
             for fused in mastered:
                 fused.follow_parameters()
             optimizer.step(**kwargs)
-            for number, local in enumerate(optimizer.param_groups):
-                if local["params"] or not changed[number]:
-                    changed[number] = settings_of(local)
+            changed |= enumerate(map(settings_of, optimizer.param_groups))
             if self._partition == "flat" and not step_group.checked:
                 step_group.checked = True
                 for fused in step_group.all_fused():
@@ -275,8 +283,8 @@ class LocalOptimizer:
             if mastered:  # updated, and rounded into the parameters
                 torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused
-        for group, settings in zip(groups, changed, strict=True):
-            group.update(settings)
+        for number, settings in changed.items():
+            groups[number].update(settings)
         self.drop_gradients()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -361,45 +369,16 @@ class LocalOptimizer:
         A master copy that ``states`` lacks is made anew from its parameter.
         """
         for step_group in self.step_groups:
-            found: dict[Tensor, dict[str, Any]] = {}
-            for bucket, several in step_group.fused.items():
-                for fused in list(several):
-                    found |= self._found(step_group, bucket, fused, states)
-            load_into(step_group.optimizer, found, settings)
-
-    @staticmethod
-    def _found(
-        step_group: StepGroup,
-        bucket: Bucket,
-        fused: FusedShard,
-        states: Mapping[int, Mapping[str, Any]],
-    ) -> dict[Tensor, dict[str, Any]]:
-        """The state to load, by the tensor that the optimizer updates; fills master copies."""
-        given = [unshared(states.get(shard.index, {})) for shard in fused.shards]
-        for shard, state, master in zip(fused.shards, given, fused.masters(), strict=True):
-            saved = state.pop(MASTER, shard.view)
-            if fused.has_master:
-                master.copy_(saved)
-        joined = given[0] if len(given) == 1 else fused.joined_state(given)
-        if joined is not None:
-            return {fused.tensor: joined}
-        parts = step_group.split(bucket, fused)
-        return {part.tensor: state for part, state in zip(parts, given, strict=True)}
+            step_group.load(states, settings)
 
 
-def _neighbourhoods(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
-    """Buckets in at most about ``MAX_STEP_GROUPS`` neighbourhoods of similar size."""
-    total = sum(bucket.flat.nbytes for bucket in buckets)
-    limit = max(total / MAX_STEP_GROUPS, MIN_STEP_GROUP_BYTES)
-    found: list[list[Bucket]] = []
-    filled = 0
-    for bucket in buckets:
-        if not found or filled + bucket.flat.nbytes > limit:
-            found.append([])
-            filled = 0
-        found[-1].append(bucket)
-        filled += bucket.flat.nbytes
-    return found
+def stand_in(param: Tensor, size: torch.Size) -> nn.Parameter:
+    """A parameter of one element's memory, which gets no gradient.
+
+    Some classes count steps in their groups, but pass over groups without parameters: a rank that
+    owns none of a group's would count otherwise than the others.
+    """
+    return nn.Parameter(param.new_zeros(()).expand(size))
 
 
 def _replace(items: list[Any], old: Any, new: Sequence[Any]) -> None:

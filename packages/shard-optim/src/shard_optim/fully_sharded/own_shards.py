@@ -103,8 +103,7 @@ class OwnShards(StatesOfShards):
             local.update(settings_of(group))
         self._step(**kwargs)
         for group, local in pairs:
-            if local["params"]:  # some classes count or adapt in their groups
-                group.update(settings_of(local))
+            group.update(settings_of(local))  # some classes count or adapt in their groups
         return iter(())
 
     def _step(self, **kwargs: Any) -> None:

@@ -29,6 +29,7 @@ from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.origin import sharded_of
 from shard_optim.parameter_groups import Groups, all_params
 from shard_optim.place import Place
+from shard_optim.shard_update import stand_in
 
 
 def orthogonalization_cost(shape: torch.Size) -> int:
@@ -96,8 +97,7 @@ class WholeMatrices(OwnShards):
                 matrices[position].owner = rank
         for position in self._owned[self._ranks.rank]:
             matrix = matrices[position]
-            one = torch.zeros((), dtype=matrix.param.dtype, device=matrix.param.device)
-            matrix.whole = nn.Parameter(one.expand(matrix.place.size))
+            matrix.whole = stand_in(matrix.param, matrix.place.size)
         super().__init__(groups, make, kwargs)
 
     def add_group(self, group: dict[str, Any]) -> None:
@@ -110,6 +110,13 @@ class WholeMatrices(OwnShards):
     def updated(self, param: Tensor) -> Tensor | None:
         """The whole parameter in its owner's optimizer; None on other ranks."""
         return self._matrices[param].whole
+
+    def _adopt(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        adopted = super()._adopt(group)
+        if not adopted["params"] and group["params"]:
+            first = self._matrices[group["params"][0]]
+            adopted["params"] = [stand_in(first.param, first.place.size)]
+        return adopted
 
     def place_of(self, param: Tensor) -> Place:
         """Where a parameter's state lies: whole, on its owner."""
@@ -126,6 +133,9 @@ class WholeMatrices(OwnShards):
     @torch.no_grad()
     def _step(self, **kwargs: Any) -> None:
         rounds = self._rounds()
+        self._before = [dict(group) for group in self._optimizer.param_groups]
+        if not rounds:
+            self._optimizer.step(**kwargs)
         arriving = self._send_to_owners(rounds[0]) if rounds else None
         leaving = None
         for number, owned in enumerate(rounds):
@@ -201,7 +211,11 @@ class WholeMatrices(OwnShards):
         self, matrix: _Matrix | None, received: Tensor, kwargs: Mapping[str, Any]
     ) -> list[Tensor]:
         """Updates this rank's matrix; returns its values, cut for all ranks, if it has one."""
+        for group, before in zip(self._optimizer.param_groups, self._before, strict=True):
+            group.clear()  # what a class counts in its groups, it counts once a step
+            group.update(before)
         if matrix is None:
+            self._optimizer.step(**kwargs)
             return []
         assert matrix.whole is not None
         resting = matrix.whole.data
