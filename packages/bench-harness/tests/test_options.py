@@ -116,8 +116,40 @@ def test_a_number_within_a_variant_must_be_finite() -> None:
 def test_an_experiment_of_a_preset_without_a_case_is_refused(tmp_path: Path) -> None:
     """It was left out in silence where another one had cases."""
     (tmp_path / "mine.toml").write_text('[model]\nsizes = []\n[accounting]\nsizes = ["small"]\n')
-    with pytest.raises(ValueError, match="preset mine: model must have a case, but got none"):
-        options.load_preset(str(tmp_path / "mine.toml")).cases()
+    with pytest.raises(ValueError, match=r"mine\.toml: model: sizes must hold a value, but got no"):
+        options.load_preset(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "name"),
+    [
+        ("model", "precisions"),
+        ("model", "attentions"),
+        ("model", "modes"),
+        ("memory", "modes"),
+        ("attention", "variants"),
+        ("allreduce", "operations"),
+        ("allreduce", "sizes_mb"),
+        ("train-step", "variants"),
+    ],
+)
+def test_an_empty_list_is_refused_before_anything_is_measured(experiment: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{experiment}: {name} must hold a value, but got none"):
+        options.build(experiments.get(experiment), {name: []})
+
+
+@pytest.mark.parametrize("experiment", ["model", "memory", "train-step", "profile"])
+def test_a_shape_that_no_model_has_is_refused_before_anything_is_measured(experiment: str) -> None:
+    def build(**given: object) -> None:
+        options.build(experiments.get(experiment), {"sizes": ["small", "custom"], **given})
+
+    with pytest.raises(
+        ValueError, match=r"size 'custom' must come with .* none for d_ff, num_heads"
+    ):
+        build(d_model=8, num_layers=1)
+    for width, heads in ((32, 3), (12, 4)):
+        with pytest.raises(ValueError, match=f"got d_model={width} and num_heads={heads}"):
+            build(d_model=width, num_layers=1, d_ff=8, num_heads=heads)
 
 
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:

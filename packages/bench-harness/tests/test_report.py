@@ -156,7 +156,12 @@ def test_a_folder_without_rows_is_one_clear_error(tmp_path: Path) -> None:
         report.build(Store(tmp_path))
     with Store(tmp_path).open_for_writing():
         pass
-    with pytest.raises(StoreError, match="must hold a complete case"):
+    with pytest.raises(StoreError, match=r"must hold a complete case, but got none\. Let a case"):
+        report.build(Store(tmp_path))
+    (tmp_path / "results.jsonl").write_text('{"schema": 0}\nnone\n')
+    with pytest.raises(
+        StoreError, match=r"got none: line 1 is damaged, its schema is 0: line 2 is"
+    ):
         report.build(Store(tmp_path))
 
 

@@ -21,7 +21,7 @@ from bench_harness.core import CaseSkipped
 from bench_harness.display.plots import png_bytes
 from bench_harness.report.frame import to_frame
 from bench_harness.traces.step import over_ranks
-from bench_harness.training import constructors, proof
+from bench_harness.training import constructors, measure, proof
 from bench_harness.training import settings as of
 from bench_harness.training.build import training
 from bench_harness.training.measure import merged
@@ -697,3 +697,28 @@ def test_without_a_comm_hook_the_collectives_of_published_rows_are_measured() ->
     for outcome in run_ranks(averages_with, 2):
         assert "coalesced in place (collectives: as comm_hook asks)" in outcome.value["collectives"]
         assert "(collectives: copies are between GPUs" in outcome.value["auto"]
+
+
+class Exits(torch.nn.Module):
+    """A wrapper of somebody else, which ends the process."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *_: object) -> torch.Tensor:
+        raise SystemExit(3)
+
+
+def proven_beside_one_that_exits(rank: int, world_size: int) -> list[str | None]:
+    sys.modules["somebody"] = sys.modules[__name__]
+    variants = [of.read(name, {}) for name in ("naive", "somebody:Exits")]
+    rows = [{"variant": "first"}, {"variant": "second"}]
+    config = {"size": "custom", "batch": 2, "sequence": 16, **TINY}
+    measure._prove(variants, rows, config, torch.device("cpu"), lambda text: None)
+    return [row.get("ended", {}).get("error") for row in rows]
+
+
+def test_a_wrapper_that_exits_takes_no_other_variant_along() -> None:
+    (outcome,) = run_ranks(proven_beside_one_that_exits, 1)
+    assert outcome.value == [None, "SystemExit: 3"]

@@ -36,11 +36,6 @@ def test_named_sizes_and_overrides():
     assert (shallow.num_layers, shallow.d_model) == (2, 1600)
 
 
-def test_custom_size_needs_every_dimension():
-    with pytest.raises(ValueError, match="but got none for d_ff, num_heads"):
-        language_model_config({"size": "custom", "sequence": 8, "d_model": 8, "num_layers": 1})
-
-
 def test_the_batch_depends_on_its_seed_and_the_parameters_on_theirs():
     first = language_model(TINY, CPU, precision="fp32")
     other = language_model(TINY, CPU, precision="fp32", batch_seed=1)

@@ -240,7 +240,7 @@ def _compare(
     run_a: RunFolder,
     run_b: RunFolder,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Relative difference that still counts as the same.")
+        float, typer.Option(min=0.0, max=1.0, help="Share of A's time that counts as the same.")
     ] = TOLERANCE,
     across_hardware: Annotated[
         bool, typer.Option("--across-hardware", help="Compare different machines, and mark it.")
@@ -267,6 +267,8 @@ def _compare(
     from bench_harness import compare, terminal
     from bench_harness.report import comparison
 
+    if as_json and markdown:
+        raise ValueError("output must be --json or --markdown, but got both. Leave one out.")
     gate = None if fail_on is None else compare.Gate.parse(fail_on)
     found = compare.compare(
         Store(run_a), Store(run_b), tolerance=tolerance, across_hardware=across_hardware

@@ -281,11 +281,7 @@ def imported(name: str, what: str) -> Any:
 
 
 def language_model_config(config: Config) -> ModelConfig:
-    """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly.
-
-    Raises:
-        ValueError: size "custom" without all four dimensions.
-    """
+    """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly."""
     import basics_model
 
     given = {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
@@ -295,11 +291,6 @@ def language_model_config(config: Config) -> ModelConfig:
             config["size"], vocab_size=vocabulary, context_length=context
         )
         given = {name: getattr(base, name) for name in DIMENSIONS} | given
-    missing = [name for name in DIMENSIONS if name not in given]
-    if missing:
-        raise ValueError(
-            f"size 'custom' needs {', '.join(DIMENSIONS)}, but got none for {', '.join(missing)}"
-        )
     return basics_model.ModelConfig(vocab_size=vocabulary, context_length=context, **given)
 
 

@@ -92,8 +92,6 @@ class Options(SamplingOptions, DeviceOptions):
                 f"varying must be at least 2 lengths between several sequences, of plain attention "
                 f"that is not packed, but got {self.varying}. Correct them."
             )
-        if not self.variants:
-            raise ValueError("variants must name an implementation, but got none. Name one.")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(
                 f"kv_heads must divide heads, but got {self.kv_heads} of {self.heads}. Correct it."

@@ -13,6 +13,7 @@ whose name is the experiment's and whose value is its class, ``package.module:Cl
 from __future__ import annotations
 
 import abc
+import dataclasses
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,9 @@ class DeviceOptions:
                 smallest = min((each for each in given if each is not None), default=1)
                 if smallest < 0 or (smallest == 0 and names is _COUNTS):
                     raise ValueError(f"{name} must be {least}, but got {held}. Raise it.")
+        for each in dataclasses.fields(self):
+            if each.default and getattr(self, each.name) == ():
+                raise ValueError(f"{each.name} must hold a value, but got none. Name one.")
 
     def stored(self, names: str) -> Row:
         """Options, by names with spaces between, as a case keeps them, and the device there is."""
@@ -101,6 +105,17 @@ class SubjectOptions(DeviceOptions):
             raise ValueError(
                 f"model and input must be given together, but got model={self.model!r} and "
                 f"input={self.input!r}. Give both or neither."
+            )
+        missing = [name for name in DIMENSIONS if getattr(self, name) is None]
+        if self.model is None and missing and "custom" in getattr(self, "sizes", ()):
+            raise ValueError(
+                f"size 'custom' must come with {', '.join(DIMENSIONS)}, but got none for "
+                f"{', '.join(missing)}. Give them."
+            )
+        if self.d_model and self.num_heads and self.d_model % (2 * self.num_heads):
+            raise ValueError(
+                "num_heads must divide d_model into even dimensions, but got "
+                f"d_model={self.d_model} and num_heads={self.num_heads}. Change one of them."
             )
         for name in ("model_args", "target"):
             if self.model is None and getattr(self, name) is not None:

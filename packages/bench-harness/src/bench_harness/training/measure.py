@@ -170,7 +170,7 @@ def _prove(
             own = {"status": "skipped", "error": str(reason)}
         except CaptureError:
             raise  # nothing else can run in this process
-        except Exception as error:  # noqa: BLE001 - reported, and the others still run
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; the others still run
             own = {"status": "error", "error": f"{type(error).__name__}: {error}"}
         everyone: list[Row | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
