@@ -162,10 +162,10 @@ def check_modules_are_not_taken_for_compiled(rank, world_size):
     )
     optimizer.attach(model)
     optimizer.add_param_group({"params": model[0].child.parameters(), "lr": 0.2})
+    copied = copy.deepcopy(model)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     own, childs = optimizer.buckets
-    copied = copy.deepcopy(model)
     copied[0](torch.ones(2, 8))
     assert own.gathering
     model[0].child(torch.ones(2, 8))

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -234,6 +235,53 @@ def check_equal_numbers(rank, world_size):
     lr = torch.tensor(0.1 * (1 + rank))
     with pytest.raises(RuntimeError, match=r"lr = 0\.1000.* lr = 0\.2000"):
         ShardedOptimizer(toy().parameters(), torch.optim.AdamW, lr=lr, foreach=False)
+
+
+def check_forgotten_state(rank, world_size):
+    """An empty state that is assigned begins anew, with the same master copies."""
+    for partition in ("flat", "whole"):
+        models, plain, sharded = pair(torch.optim.AdamW, lr=0.1, sharded={"partition": partition})
+        for step in range(0, 6, 2):
+            train(models, (plain, sharded), 2, start=step)
+            plain.state, sharded.state = defaultdict(dict), {}
+            assert not sharded.state
+        assert_same(models, partition)
+    with pytest.raises(TypeError, match="state must be assigned to be replaced"):
+        sharded.state.clear()
+    with pytest.raises(TypeError, match="state must be assigned to be replaced"):
+        sharded.state.pop(models[1].norm.weight)
+    model = nn.Linear(4, 4).to(torch.bfloat16)
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-4, master_dtype=torch.float32
+    )
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    masters = {n: state["master_param"].clone() for n, state in optimizer.local.states().items()}
+    optimizer.state = {}
+    for number, state in optimizer.local.states().items():
+        assert state.keys() == {"master_param"}
+        assert torch.equal(state["master_param"], masters[number])
+
+
+def check_edited_lists(rank, world_size):
+    """Parameters are known by their places in the lists of the groups."""
+
+    def move(groups):
+        groups[1]["params"].append(groups[0]["params"].pop())
+
+    edits = (lambda groups: groups[0]["params"].pop(), lambda groups: groups.reverse(), move)
+    for edit in edits:
+        model = toy()
+        optimizer = ShardedOptimizer(split_groups(model), torch.optim.AdamW)
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step:
+                edit(optimizer.param_groups)
+                with pytest.raises(RuntimeError, match="must list the parameters that they were"):
+                    optimizer.step()
+            else:
+                optimizer.step()
 
 
 def check_growth(rank, world_size):
@@ -488,6 +536,8 @@ CHECKS = [
     ("groups and schedulers", check_schedule, ()),
     ("counts in groups", check_counts, ()),
     ("equal numbers", check_equal_numbers, ()),
+    ("forgotten state", check_forgotten_state, ()),
+    ("edited lists of parameters", check_edited_lists, ()),
     ("a group added and a parameter unfrozen mid-training", check_growth, ()),
     ("mixed dtypes and memory formats", check_mixed, ()),
     ("whole parameters for shape-dependent optimizers", check_whole, ()),

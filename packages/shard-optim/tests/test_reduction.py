@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import re
 import signal
 
@@ -386,6 +387,60 @@ def check_late_reads(rank, world_size):
     sneaky(torch.ones(1, 4)).sum().backward()
 
 
+def check_copies_of_the_model(rank, world_size):
+    """Copies and pickles wait, and do without the optimizer."""
+    settings = {"lr": 0.1, "overlap": "next-forward", "reduce_gradients": True}
+    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        model = net()
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, **settings)
+        optimizer.attach(model)
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+        assert any(bucket.gathering for bucket in optimizer.buckets)
+        other = copied(model)
+        assert not any(bucket.gathering for bucket in optimizer.buckets)
+        assert_close(model, other)
+        loss_of(other, 1, 0).backward()
+        other.load_state_dict(net().state_dict())
+        assert other.state_dict().keys() == model.state_dict().keys()
+
+
+class Listing(nn.Module):
+    """Reads parameters of modules that have no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.lists = nn.ModuleList(
+            nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(2)) for _ in range(2)
+        )
+        self.table = nn.ParameterDict({"bias": nn.Parameter(torch.randn(4))})
+
+    def forward(self, x):
+        for each in (matrix for matrices in self.lists for matrix in matrices):
+            x = (x @ each).tanh()
+        return x * self.scale + self.table["bias"]
+
+
+def check_lists_of_parameters(rank, world_size):
+    settings = {"lr": 0.1, "overlap": "next-forward", "reduce_gradients": True}
+    inner = Listing()
+    models = [nn.Sequential(nn.Linear(4, 4), m) for m in (inner, copy.deepcopy(inner))]
+    models[1][0].load_state_dict(models[0][0].state_dict())
+    sharded = ShardedOptimizer(
+        models[0].parameters(), torch.optim.AdamW, bucket_size_mb=1e-4, **settings
+    )
+    sharded.attach(models[0])
+    plain = torch.optim.AdamW(models[1].parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, (sharded, plain), strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert_close(*models)
+
+
 def check_unfreezing(rank, world_size):
     model = net()
     optimizer = make(model, "both")
@@ -471,6 +526,8 @@ CHECKS = [
     ("a weight shared by re-entrant checkpoints", check_reentrant, ()),
     ("two ranks average exactly and NaN reaches all", check_exact, ()),
     ("early reads wait and hidden reads are found", check_late_reads, ()),
+    ("copies of the model", check_copies_of_the_model, ()),
+    ("lists of parameters", check_lists_of_parameters, ()),
     ("a parameter unfrozen mid-training", check_unfreezing, ()),
     ("a module added mid-training", check_growing, ()),
 ]

@@ -271,10 +271,10 @@ class WaitingCall:
 
 
 class _WaitingParameters(dict[str, Any]):
-    """The table of a module's own parameters; listing it waits for them first.
+    """The table of a module's own parameters; listing it waits for all of the optimizer's first.
 
-    ``parameters()`` and what is made from it, such as an average of weights, list the tables of the
-    module and of all modules inside it. Reads of single attributes do not, and cost no more.
+    ``parameters()``, an average of weights, ``state_dict()`` and ``load_state_dict()`` list the
+    tables of the module and of all modules inside it. Reads of single attributes do not.
     """
 
     def __init__(self, own: dict[str, Any], wait_all: Callable[[], None]) -> None:
@@ -287,8 +287,8 @@ class _WaitingParameters(dict[str, Any]):
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are ordinary tables."""
-        return dict, (dict(self),)
+        """Waits; copies and pickles are ordinary tables."""
+        return dict, (dict(self.items()),)
 
 
 class ForwardWaits:
@@ -314,10 +314,11 @@ class ForwardWaits:
         self.unread: set[int] = set()
         self._calls: dict[nn.Module, WaitingCall] = {}
         self._names: dict[int, str] = {}
-        if not _is_compiled(module):  # whose compiled code would look into the table
+        if _is_compiled(module):  # its compiled code would look into the table
+            module.register_state_dict_pre_hook(lambda *_: wait_all())
+            module.register_load_state_dict_pre_hook(lambda *_: wait_all())
+        else:
             module._parameters = _WaitingParameters(module._parameters, wait_all)
-        module.register_state_dict_pre_hook(lambda *_: wait_all())
-        module.register_load_state_dict_pre_hook(lambda *_: wait_all())
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Makes the modules that own parameters of these buckets wait for them too."""
@@ -381,20 +382,21 @@ def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]
     """Every module with the one whose call reads its parameters, for each path that leads to it.
 
     That is the outermost module on the path that is compiled, or of a class of torch's that reads
-    parameters of modules inside it without calling them, or else the module itself.
+    parameters of modules inside it without calling them, or else the last that has a forward, as
+    a ``ParameterList`` has not.
     """
     reads_inside = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     seen: set[tuple[nn.Module, nn.Module]] = set()
-    paths: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
+    paths = [(root, root, False)]
     while paths:
-        module, around = paths.pop()
-        if around is None and (_is_compiled(module) or isinstance(module, reads_inside)):
-            around = module
-        pair = module, module if around is None else around
-        if pair not in seen:
+        module, reader, fixed = paths.pop()
+        if not fixed and getattr(module.forward, "__func__", None) is not nn.Module.forward:
+            reader = module
+        fixed = fixed or _is_compiled(module) or isinstance(module, reads_inside)
+        if (pair := (module, reader)) not in seen:
             seen.add(pair)
             yield pair
-            paths += [(child, around) for child in module.children()]
+            paths += [(child, reader, fixed) for child in module.children()]
 
 
 def _is_compiled(module: nn.Module) -> bool:

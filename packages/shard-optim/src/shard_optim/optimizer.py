@@ -50,6 +50,16 @@ from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 Overlap = Literal["next-forward"]
 
 
+class _Parts(defaultdict[Tensor, Any]):
+    """State of this rank's parts, put together anew for every reader."""
+
+    def clear(self, *_: Any) -> NoReturn:
+        """Raises TypeError: what is removed here would stay in the optimizer."""
+        raise TypeError("state must be assigned to be replaced: optimizer.state = {} forgets it.")
+
+    pop = popitem = __delitem__ = clear
+
+
 class ShardedOptimizer(Optimizer):
     """Wraps ``optimizer_cls`` so that each rank updates, and keeps state for, 1/world_size.
 
@@ -66,8 +76,8 @@ class ShardedOptimizer(Optimizer):
 
     A real ``torch.optim.Optimizer``: ``param_groups`` hold the whole parameters and keep identity,
     so learning-rate schedulers, hooks and ``zero_grad`` work; hyperparameters are read from them
-    at every step. ``state`` maps each parameter that this rank owns part of to that part's state:
-    for inspection, and tensors in it may be changed in place.
+    at every step. ``state`` maps each parameter that this rank owns part of to that part's state.
+    Tensors in it may be changed in place, and ``state`` be assigned; an entry put into it is lost.
 
     Parameters become views of flat buffers (``buckets.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
@@ -207,15 +217,20 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
-        params, found = self.all_params(), defaultdict[Tensor, Any](dict)
+        params, found = self.all_params(), _Parts(dict)
         for index, state in self.local.states().items():
             if own := {key: value for key, value in state.items() if key != MASTER}:
                 found[params[index]] = own
         return found
 
     @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        """The base class's constructor sets an empty one; the parts' is in ``local``."""
+    def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Replaces it: by an empty one, to forget all moments. Master copies stay."""
+        if self._constructed:  # the base class's constructor sets one too
+            parts = {number: dict(state.get(p, {})) for number, p in enumerate(self.all_params())}
+            for number, own in self.local.states().items():
+                parts[number] |= {key: own[key] for key in own if key == MASTER}
+            self.local.install(parts, self.param_groups)
 
     # --- parameters and groups -------------------------------------------------------------
 
@@ -246,8 +261,12 @@ class ShardedOptimizer(Optimizer):
         except (ValueError, RuntimeError):
             self.param_groups.pop()
             raise
+        self._listed = self._list()
         if self._constructed and not self._over_shards:
             self._place(range(first, first + len(group["params"])))
+
+    def _list(self) -> list[list[int]]:
+        return [[id(param) for param in group["params"]] for group in self.param_groups]
 
     def _check_group(self, group: dict[str, Any], first: int) -> None:
         params = group["params"]
@@ -348,6 +367,12 @@ class ShardedOptimizer(Optimizer):
                     "have arrived; clip after the last backward"
                 )
             return
+        if self._list() != self._listed:
+            raise RuntimeError(
+                "param_groups must list the parameters that they were made of, in their order, but "
+                "a list was changed. Freeze a parameter by requires_grad_(False) to leave it out, "
+                "and add others by add_param_group()."
+            )
         if self._overlap is not None and self._waits is None:
             raise RuntimeError(
                 'overlap="next-forward" needs to know the module whose forward waits. Call '

@@ -266,16 +266,17 @@ class LocalOptimizer:
         Changes to hyperparameters are copied back, because some optimizers count or adapt in
         their groups.
         """
-        changed: dict[int, dict[str, Any]] = {}
+        settings = list(map(settings_of, groups))
         for step_group in self.step_groups:
             optimizer = step_group.optimizer
-            for group, local in zip(groups, optimizer.param_groups, strict=False):
-                local.update(settings_of(group))
+            for given, local in zip(settings, optimizer.param_groups, strict=False):
+                local.update(given)
             mastered = [fused for fused in step_group.all_fused() if fused.has_master]
             for fused in mastered:
                 fused.follow_parameters()
             optimizer.step(**kwargs)
-            changed |= enumerate(map(settings_of, optimizer.param_groups))
+            for group, local in zip(groups, optimizer.param_groups, strict=False):
+                group.update(settings_of(local))
             if self._partition == "flat" and not step_group.checked:
                 step_group.checked = True
                 for fused in step_group.all_fused():
@@ -283,8 +284,6 @@ class LocalOptimizer:
             if mastered:  # updated, and rounded into the parameters
                 torch._foreach_copy_([f.base for f in mastered], [f.tensor for f in mastered])
             yield from step_group.fused
-        for number, settings in changed.items():
-            groups[number].update(settings)
         self.drop_gradients()
 
     # --- gradients ---------------------------------------------------------------------------
@@ -373,10 +372,9 @@ class LocalOptimizer:
 
 
 def stand_in(param: Tensor, size: torch.Size) -> nn.Parameter:
-    """A parameter of one element's memory, which gets no gradient.
+    """A parameter of one element's memory, which gets no gradient, for groups without own ones.
 
-    Some classes count steps in their groups, but pass over groups without parameters: a rank that
-    owns none of a group's would count otherwise than the others.
+    Some classes count steps in their groups, but not in empty groups: ranks would count otherwise.
     """
     return nn.Parameter(param.new_zeros(()).expand(size))
 
