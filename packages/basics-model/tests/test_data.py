@@ -115,7 +115,7 @@ def test_damaged_arrays_are_refused_with_their_name(tmp_path: Path) -> None:
     assert len(refused) > 0.8 * len(damaged)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".txt.gz", ".PT", ".safetensors"])
+@pytest.mark.parametrize("suffix", [".npz", ".txt.gz", ".bz2", ".PT", ".safetensors"])
 def test_archives_are_no_tokens(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"tokens{suffix}"
     path.write_bytes(b"PK\x03\x04 not tokens")

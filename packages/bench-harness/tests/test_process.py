@@ -16,7 +16,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from bench_harness import process
+from bench_harness import process, runner
 from bench_harness.process import Outcome
 from processes import all_end
 
@@ -44,6 +44,12 @@ def test_a_value_comes_back_with_progress(calls: ModuleType, tmp_path: Path) -> 
     assert heard == ["half way"]
     assert outcome.error is None
     assert outcome.seconds > 0
+
+
+def test_what_comes_back_makes_nobody_import_torch(tmp_path: Path) -> None:
+    """Ctrl-C in an import of torch may abort the process; its version is a class of its own."""
+    found = process.asked(runner._describe_torch, timeout_s=60)
+    assert type(found["torch"]) is str
 
 
 def test_cuda_is_untouched_in_a_new_process(calls: ModuleType, tmp_path: Path) -> None:

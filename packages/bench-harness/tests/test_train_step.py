@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pandas as pd
@@ -717,6 +718,29 @@ def proven_beside_one_that_exits(rank: int, world_size: int) -> list[str | None]
     config = {"size": "custom", "batch": 2, "sequence": 16, **TINY}
     measure._prove(variants, rows, config, torch.device("cpu"), lambda text: None)
     return [row.get("ended", {}).get("error") for row in rows]
+
+
+class RaisesOnRank1(Exits):
+    """A wrapper of somebody else, for whose rank 1 the others wait."""
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("broke")
+        return self.module(*inputs)
+
+
+def proven_on_one_rank_alone(rank: int, world_size: int) -> None:
+    sys.modules["somebody"] = sys.modules[__name__]
+    measure._PATIENCE_OF_FAILED = timedelta(seconds=1)
+    config = {"size": "custom", "batch": 2, "sequence": 16, **TINY}
+    variants = [of.read("somebody:RaisesOnRank1", {})]
+    measure._prove(variants, [{"variant": "it"}], config, torch.device("cpu"), lambda text: None)
+
+
+@pytest.mark.processes
+def test_a_wrapper_that_raises_on_one_rank_is_named_before_the_case_is_late() -> None:
+    outcomes = run_ranks(proven_on_one_rank_alone, 2, check=False, timeout=20.0)
+    assert "RuntimeError: it: RuntimeError: broke" in outcomes[1].error
 
 
 def test_a_wrapper_that_exits_takes_no_other_variant_along() -> None:

@@ -29,7 +29,7 @@ The novel was published in 1813 and its author died in 1817, so it is in the pub
 text is Project Gutenberg's, as the R package janeaustenr 1.0.0 distributes it, without changes.
 """
 
-_ARCHIVES = {".npz", ".pt", ".pth", ".safetensors", ".parquet", ".zip", ".gz", ".xz", ".zst"}
+_PACKED = {".npz", ".pt", ".pth", ".safetensors", ".parquet", ".zip", ".gz", ".bz2", ".xz", ".zst"}
 
 
 def encode_bytes(text: str) -> Tensor:
@@ -69,7 +69,7 @@ def open_tokens(path: Path | str, dtype: npt.DTypeLike = np.uint8) -> npt.NDArra
     """
     path, kind = Path(path), np.dtype(dtype).newbyteorder("<")
     suffix = path.suffix.lower()
-    if suffix in _ARCHIVES:
+    if suffix in _PACKED:
         raise ValueError(
             f"{path} must be a .npy file or a file of integers alone, but got a {suffix} file. "
             "Unpack it, or save its tokens with numpy.save."

@@ -338,8 +338,8 @@ def _answer(
 ) -> Outcome:
     """What the process reports; the caller knows the seconds."""
     try:
-        value = function(*args, progress)
-        json.dumps(value, allow_nan=False)  # a value that cannot be stored is this call's error
+        # Plain JSON: a text of torch's own class, its version, makes who receives it import torch.
+        value = json.loads(json.dumps(function(*args, progress), allow_nan=False))
     except CaseSkipped as reason:
         return Outcome(status="skipped", error=str(reason))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - reported, whatever it is

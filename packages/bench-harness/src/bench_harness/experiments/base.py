@@ -112,11 +112,6 @@ class SubjectOptions(DeviceOptions):
                 f"size 'custom' must come with {', '.join(DIMENSIONS)}, but got none for "
                 f"{', '.join(missing)}. Give them."
             )
-        if self.d_model and self.num_heads and self.d_model % (2 * self.num_heads):
-            raise ValueError(
-                "num_heads must divide d_model into even dimensions, but got "
-                f"d_model={self.d_model} and num_heads={self.num_heads}. Change one of them."
-            )
         for name in ("model_args", "target"):
             if self.model is None and getattr(self, name) is not None:
                 raise ValueError(

@@ -9,10 +9,12 @@ keeps the losses of its first steps, which all variants must share.
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,8 @@ from bench_harness.workload import (
 STEP = "step"
 #: Largest difference of the first losses between variants, relative to them, by precision.
 LOSS_TOLERANCE = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
+#: How long a rank waits for the others, and one that has raised, for which they may be waiting.
+_PATIENCE, _PATIENCE_OF_FAILED = timedelta(minutes=15), timedelta(minutes=2)
 #: Shares of the gradients whose all-reduce is timed, for the prediction beside a bucket sweep.
 _SWEEP_SHARES = (1000, 100, 10)
 
@@ -154,6 +158,8 @@ def _prove(
     progress: Progress,
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
+    # Ranks tell each other by their store: after one has raised, others may be in a collective.
+    store = dist.distributed_c10d._get_default_store()
     definitions: dict[tuple[Call, int], proof.Trained] = {}
     for variant, row in zip(variants, rows, strict=True):
         progress(f"proof: {row['variant']}")
@@ -172,10 +178,13 @@ def _prove(
             raise  # nothing else can run in this process
         except (Exception, SystemExit) as error:  # noqa: BLE001 - reported; the others still run
             own = {"status": "error", "error": f"{type(error).__name__}: {error}"}
-        everyone: list[Row | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        troubled = [ended for ended in everyone if ended is not None]
-        if troubled:
+        keys = [f"{row['variant']}/{rank}" for rank in range(dist.get_world_size())]
+        store.set(keys[dist.get_rank()], json.dumps(own))
+        try:
+            store.wait(keys, _PATIENCE if own is None else _PATIENCE_OF_FAILED)
+        except RuntimeError as error:
+            raise RuntimeError(f"{row['variant']}: {(own or {}).get('error', error)}") from None
+        if troubled := [ended for key in keys if (ended := json.loads(store.get(key)))]:
             row["ended"] = troubled[0]
 
 
@@ -207,9 +216,7 @@ def _one_round(
             row["memory"], row["losses"] = moments.weigh(
                 steps, variant, before, first_step=config["first_step"]
             )
-        warmup = config["warmup"]
-        if variant.cuda_graph:
-            warmup = max(warmup, variant.steps_before_recording)
+        warmup = max(config["warmup"], variant.steps_before_recording * variant.cuda_graph)
         for done in range(1, warmup + 1):
             loss = steps.step()
             if number == 0 and done == config["warmup"]:
@@ -244,14 +251,13 @@ def facts(steps: Training) -> Row:
         known["flops"] = training_flops(shape, batch, sequence)
         parts = step_bytes(steps.numel)
         known["least_bytes"] = parts["forward"] + parts["backward"]
-    module = steps.workload.module
     explain = getattr(steps.module, "explain", None)
     return {
         **known,
         "parameters": steps.numel,
         "gradient_bytes": steps.gradient_bytes,
         "tokens": steps.workload.args[0].numel() if shape is not None else None,
-        "trainable": sum(p.requires_grad for p in module.parameters()),
+        "trainable": sum(p.requires_grad for p in steps.workload.module.parameters()),
         "explained": explain() if callable(explain) else None,
     }
 
@@ -369,9 +375,8 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _device_allocations(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device)["num_device_alloc"])
+    cuda = device.type == "cuda"
+    return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if cuda else 0
 
 
 def _graphs() -> int:
