@@ -44,6 +44,11 @@ def check_conversion(rank: int, world_size: int) -> None:
             model[0](x).sum().backward()
             with pytest.raises(RuntimeError, match=r"0\.weight was moved or converted since"):
                 optimizer.step()
+    model = mlp()  # found in backward where a whole bucket has gradients
+    optimizer = sharded(model, reduce_gradients=True)
+    model.half()
+    with pytest.raises(RuntimeError, match=r"0\.weight was moved or converted since"):
+        model(torch.ones(2, 4, dtype=torch.half)).sum().backward()
 
 
 def check_other_weights(rank: int, world_size: int) -> None:

@@ -405,6 +405,28 @@ def check_copies_of_the_model(rank, world_size):
         assert other.state_dict().keys() == model.state_dict().keys()
 
 
+def check_two_optimizers(rank, world_size):
+    """Of one module: whoever lists its parameters waits for both."""
+    settings = {"lr": 0.1, "overlap": "next-forward", "reduce_gradients": True}
+    model = net()
+    params = list(model.parameters())
+    optimizers = [
+        ShardedOptimizer(own, torch.optim.AdamW, **settings) for own in (params[:3], params[3:])
+    ]
+    for optimizer in optimizers:
+        optimizer.attach(model)
+    for read in (nn.Module.state_dict, copy.deepcopy, lambda model: list(model.parameters())):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(model, 0, 0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert any(bucket.gathering for bucket in optimizer.buckets)
+        read(model)
+        for optimizer in optimizers:
+            assert not any(bucket.gathering for bucket in optimizer.buckets)
+
+
 class Listing(nn.Module):
     """Reads parameters of modules that have no forward."""
 
@@ -527,6 +549,7 @@ CHECKS = [
     ("two ranks average exactly and NaN reaches all", check_exact, ()),
     ("early reads wait and hidden reads are found", check_late_reads, ()),
     ("copies of the model", check_copies_of_the_model, ()),
+    ("two optimizers", check_two_optimizers, ()),
     ("lists of parameters", check_lists_of_parameters, ()),
     ("a parameter unfrozen mid-training", check_unfreezing, ()),
     ("a module added mid-training", check_growing, ()),

@@ -188,10 +188,10 @@ class GradientReducer:
         self._bytes_in_flight += bucket.flat.nbytes
         while len(self._in_flight) > 1 and self._bytes_in_flight > MAX_BYTES_IN_FLIGHT:
             self._land()
-        grads = []
-        for position, param in enumerate(bucket.params):
-            grad = gradient_of(param)
-            grads.append(grad)
+        if reduction.stand_in.param.dtype != bucket.dtype:
+            bucket.check_storage()  # names the conversion; the stand-in could not be shown
+        grads = list(map(gradient_of, bucket.params))
+        for position, grad in enumerate(grads):
             if grad is not None:
                 check_gradient(grad, bucket.names[position])
                 reduction.present.add(position)

@@ -271,7 +271,7 @@ class WaitingCall:
 
 
 class _WaitingParameters(dict[str, Any]):
-    """The table of a module's own parameters; listing it waits for all of the optimizer's first.
+    """The table of a module's own parameters; listing it waits for all attached optimizers' first.
 
     ``parameters()``, an average of weights, ``state_dict()`` and ``load_state_dict()`` list the
     tables of the module and of all modules inside it. Reads of single attributes do not.
@@ -279,11 +279,12 @@ class _WaitingParameters(dict[str, Any]):
 
     def __init__(self, own: dict[str, Any], wait_all: Callable[[], None]) -> None:
         super().__init__(own)
-        self._wait_all = wait_all
+        self._waits = [*getattr(own, "_waits", ()), wait_all]
 
     def items(self) -> Any:
         """Waits, and lists the parameters."""
-        self._wait_all()
+        for wait_all in self._waits:
+            wait_all()
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -381,9 +382,8 @@ class ForwardWaits:
 def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Every module with the one whose call reads its parameters, for each path that leads to it.
 
-    That is the outermost module on the path that is compiled, or of a class of torch's that reads
-    parameters of modules inside it without calling them, or else the last that has a forward, as
-    a ``ParameterList`` has not.
+    That is the outermost one that is compiled, or of a class of torch's that reads parameters of
+    modules inside it without calling them, or else the last with a forward (no ``ParameterList``).
     """
     reads_inside = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
     seen: set[tuple[nn.Module, nn.Module]] = set()
