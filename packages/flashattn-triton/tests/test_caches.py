@@ -97,6 +97,8 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
     torch.testing.assert_close(whole, flash_attn_func(query, key, value))
     with pytest.raises(ValueError, match="block_table must be None"):
         flash_attn_with_kvcache(query, key, value, block_table=lengths)
+    with pytest.raises(ValueError, match=r"cache_seqlens must be .* 2 rows, but got shape \(3,\)"):
+        flash_attn_with_kvcache(query, key, value, cache_seqlens=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="v must be a tensor where the other one is"):
         flash_attn_with_kvcache(query, key, value, new_keys)
     wrong = (new_values[:, :1], new_values[:1], new_values[:, :, :1], new_values.double())

@@ -391,6 +391,8 @@ def use(rank: int, world_size: int, what: str) -> None:
         asked = explain(x, x, x, causal=True, communication="messages")
         assert asked.endswith("; by messages, as asked")
         assert explain(x, x, x, mesh["shard"]).startswith("no other rank")
+        with pytest.raises(ValueError, match="query must have at least one sequence where ranks"):
+            context_parallel_attention(x[:0], x[:0], x[:0])
 
 
 USES = [
@@ -493,8 +495,28 @@ def test_the_choice() -> None:
 def test_mistakes(change: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 2, 8, 16)
     given = {"query": x, "key": x, "value": x, **change}
+    for function in (ring_attention, explain):
+        with pytest.raises(ValueError, match=message):
+            function(**given)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ((0, 2.5, 8), r"at least two integers that rise .* but got \[0, 2\.5, 8\]"),
+        ((0, 5), "must end with the number of tokens of all ranks, 8, but got 5"),
+        (torch.tensor([0, 9]), "must end with the number of tokens of all ranks, 8, but got 9"),
+    ],
+    ids=str,
+)
+def test_mistaken_starts(starts: Any, message: str) -> None:
+    """One rank refuses what several do."""
+    x = torch.zeros(8, 2, 16)
+    for function in (ring_attention, explain):
+        with pytest.raises(ValueError, match=message):
+            function(x, x, x, cu_seqlens=starts)
     with pytest.raises(ValueError, match=message):
-        ring_attention(**given)
+        context_parallel.largest_scores(x, x, cu_seqlens=starts)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -125,6 +127,16 @@ def test_explain_knows_autocast() -> None:
 
 def test_explain_names_the_tier() -> None:
     assert explain(*inputs(), causal=True).startswith("tier: tiled")
+
+
+def test_a_problem_is_the_same_in_another_process() -> None:
+    """Strings have other hashes there, so that a copied hash would make it another key."""
+    problem = new_problem(head_dim=16, causal=True, tiling=TILING)
+    hash(problem)
+    for x in (copy.deepcopy(problem), pickle.loads(pickle.dumps(problem))):
+        assert x == problem
+        assert vars(x).keys() == {x.name for x in fields(problem)}
+        assert hash(x) == hash(problem)
 
 
 def test_packing_a_tiling_loses_nothing() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashattn_triton import cu_seqlens_of, flash_attention
+from flashattn_triton import cu_seqlens_of, explain, flash_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.tensor([[5, 5, 5, 2, 2, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]])
@@ -155,6 +155,19 @@ BAD = [
 def test_bad_documents(ids: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cu_seqlens_of(ids)
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, True, "4", [4]], ids=str)
+def test_a_number_of_documents_must_be_one(number: Any) -> None:
+    tensors, ids = leaves(), IDS.to(DEVICE)
+    for call in (
+        lambda: flash_attention(*tensors, document_ids=ids, max_documents=number),
+        lambda: flash_attention(*tensors, max_documents=number),
+        lambda: explain(*tensors, document_ids=ids, max_documents=number),
+        lambda: cu_seqlens_of(ids, number),
+    ):
+        with pytest.raises(ValueError, match="max_documents must be an integer >= 0 or None, but"):
+            call()
 
 
 def test_documents_must_fit_the_tokens() -> None:

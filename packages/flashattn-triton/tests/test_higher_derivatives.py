@@ -216,6 +216,16 @@ def test_dual_tensors_outside_of_torch_func() -> None:
         )
 
 
+@pytest.mark.parametrize("implementation", ["tiled", "reference"])
+def test_tensors_without_data(implementation: Any) -> None:
+    """Shapes of outputs and of two derivatives, on the "meta" device, which has no autocast."""
+    x = torch.zeros(2, 4, 9, 16, device="meta", requires_grad=True)
+    out = flash_attention(x, x, x, causal=True, implementation=implementation)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), x)
+    assert out.shape == gradient.shape == second.shape == x.shape
+
+
 @compiler
 def test_compiled_code() -> None:
     q, k, v, *_ = tensors()

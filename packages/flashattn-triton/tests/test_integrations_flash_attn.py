@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -126,6 +127,7 @@ UNSUPPORTED = [
     ({"k_descale": torch.ones(4)}, "k_descale must be None, .* fp8"),
     ({"attention_chunk": 64}, "attention_chunk must be 0"),
     ({"seqused_k": torch.ones(4)}, "seqused_k must be None"),
+    ({"seqused_k": np.ones(4)}, "seqused_k must be None"),
     ({"return_attn_probs": "lse"}, "return_attn_probs must be True or False, but got 'lse'"),
     ({"causal": "top-left"}, "causal must be True or False, but got 'top-left'"),
     ({"window_size": 128}, r"window_size must be a pair \(left, right\) of integers, but got 128"),
@@ -325,6 +327,11 @@ def test_a_mask_counts_tokens_whatever_numbers_it_holds_and_must_fit() -> None:
     assert (longest, used.tolist()) == (3, [3, 1])
     with pytest.raises(ValueError, match=r"attention_mask must be of shape \(2, 4\), .* \(2, 3\)"):
         flash_attn.unpad_input(hidden, numbers[:, :3])
+    unused = torch.tensor([[-1, 0, 0, 4], [0, 0, 0, 0]])
+    _, _, starts, _, used = flash_attn.unpad_input(hidden, numbers, unused)
+    assert (starts.tolist(), used.tolist()) == ([0, 4, 5], [3, 1])
+    with pytest.raises(ValueError, match=r"unused_mask must be of shape \(2, 4\), .* \(1, 4\)"):
+        flash_attn.unpad_input(hidden, numbers, unused[:1])
 
 
 def test_other_names_of_flash_attn_say_what_to_write() -> None:

@@ -115,6 +115,7 @@ UNSUPPORTED = [
     (lambda q, k, v: (q[:, :, :0], k, v), {}, "empty tensors"),
     (lambda q, k, v: (x.repeat(1, 1, 1, 33) for x in (q, k, v)), {}, "head_dim above 256"),
     (lambda q, k, v: (q, k, v), {"scale": torch.tensor(0.3)}, "a scale that is no number"),
+    (lambda q, k, v: (q, k, v), {"scale": True}, "a scale that is no number"),
 ]
 
 
@@ -153,6 +154,24 @@ def test_unknown_arguments_are_pytorchs_to_judge(calls):
         assert routing.passed_on.pop("arguments that are not known") == 1
     with pytest.raises(ValueError, match="arguments that are not known"), route_sdpa(strict=True):
         F.scaled_dot_product_attention(q, k, v, unknown_argument=1)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error"),
+    [
+        ({"attn_mask": torch.zeros(9)}, IndexError),
+        ({"attn_mask": torch.ones(9, dtype=torch.bool)}, IndexError),
+        ({"attn_mask": torch.zeros(())}, IndexError),
+        ({"is_causal": 1}, TypeError),
+    ],
+)
+def test_what_pytorch_refuses_is_refused(calls, keywords, error):
+    tensors = [x.detach() for x in inputs()]
+    with pytest.raises(error):
+        F.scaled_dot_product_attention(*tensors, **keywords)
+    with pytest.raises(error), route_sdpa():
+        F.scaled_dot_product_attention(*tensors, **keywords)
     assert calls == []
 
 

@@ -65,8 +65,20 @@ def test_packed_sequences(implementation: Any) -> None:
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 4
     expected = torch.maximum(scores[:, :20, :7].amax((1, 2)), scores[:, 20:45, 9:30].amax((1, 2)))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
-    empty = largest_scores(torch.zeros(1, 2, 0, 16), torch.zeros(1, 2, 5, 16))
-    assert torch.equal(empty, torch.full((2,), float("-inf")))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("implementation", ["tiled", "reference", "triton"])
+def test_no_scores(shape: tuple[int, ...], implementation: Any) -> None:
+    query, key = torch.zeros(*shape, 16, device=DEVICE), torch.zeros(shape[0], 2, 5, 16)
+    found = largest_scores(query, key.to(DEVICE), implementation=implementation)
+    assert torch.equal(found.cpu(), torch.full((2,), float("-inf")))
+
+
+def test_unknown_keywords() -> None:
+    x: Any = torch.zeros(1, 2, 5, 16)
+    with pytest.raises(TypeError, match=r"largest_scores .* got sm_scale, .* Use scale=0\.5"):
+        largest_scores(x, x, sm_scale=0.5)  # type: ignore[call-arg]
 
 
 def test_compiled() -> None:

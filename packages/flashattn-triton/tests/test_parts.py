@@ -144,6 +144,12 @@ def test_a_compiler_knows_the_output_in_fp32() -> None:
     assert torch.equal(attend(x), flash_attention(x, x, x, out_dtype=torch.float32) + 1)
 
 
+def test_unknown_keywords() -> None:
+    x, lse = torch.zeros(1, 2, 20, 16), torch.zeros(1, 2, 20)
+    with pytest.raises(TypeError, match=r"flash_attention_backward .* Use causal=True"):
+        flash_attention_backward(x, x, x, x, lse, x, [x] * 3, is_causal=True)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal, Never, Unpack, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.configs import Tiling
@@ -41,6 +42,7 @@ from flashattn_triton.problem import (
     check_layout,
     new_problem,
     normalise_flag,
+    normalise_length,
 )
 
 
@@ -166,6 +168,8 @@ def flash_attention(
     normalise_flag("return_lse", return_lse)
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         check_tensors(query=query, key=key, value=value)
+    if max_documents is not None:
+        normalise_length("max_documents", max_documents)
     leading, given = None, NOTHING
     if not (alibi_slopes is bias is prefix_lengths is mask is sinks is None):
         given = Given(alibi_slopes, bias, prefix_lengths, mask, sinks)
@@ -358,6 +362,7 @@ def largest_scores(
         ValueError: a tensor or an option is not what is described above.
         TypeError: not a tensor.
     """
+    refuse_unknown("largest_scores", OptionKeywords.__annotations__, keywords)
     check_tensors(query=query, key=key)
     starts = given_starts(cu_seqlens_q, cu_seqlens_k)
     given = Given(alibi_slopes, bias, prefix_lengths, None, None, *starts)
@@ -371,11 +376,10 @@ def largest_scores(
     problem = replace(problem, largest_only=True, out_dtype=None)
     if all(x is None for x in given):
         given = NOTHING
-    _, of_rows = attend(problem, query, key, key, given)
-    assert of_rows is not None
-    spare = of_rows.new_full((*of_rows.shape[:-1], 1), float("-inf"))  # where there is no query
-    of_heads = torch.cat([of_rows, spare], -1).amax(-1)
-    return of_heads if packed else torch.cat([of_heads, spare[:1, :, 0]]).amax(0)
+    _, found = attend(problem, query, key, key, given)
+    assert found is not None
+    of_heads = found if packed else found.movedim(1, 0).flatten(1)
+    return F.pad(of_heads, (0, 1), value=float("-inf")).amax(1)  # there may be no query
 
 
 def _attend_to_packed_rows(

@@ -43,6 +43,7 @@ from flashattn_triton.problem import (
     heads_first,
     new_problem,
     normalise_flag,
+    normalise_length,
 )
 
 Tier = Literal["tiled", "triton", "hopper", "reference"]
@@ -282,7 +283,8 @@ def explain(
     options: dict[str, Any] = dict(keywords)
     tensors = {name: options.pop(name, None) for name in NAMES}
     layout = options.pop("layout", None)
-    options.pop("max_documents", None)
+    if (max_documents := options.pop("max_documents", None)) is not None:
+        normalise_length("max_documents", max_documents)
     packed = {name: options.pop(name, None) for name in ("document_ids", "key_lengths")}
     query, key, value, given = in_four_dimensions(layout, query, key, value, Given(**tensors))
     query, key, value = (heads_first(x, layout or "bhsd") for x in autocast(query, key, value))

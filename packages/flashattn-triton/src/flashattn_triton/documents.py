@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton.inputs import check_equal, check_tensors
+from flashattn_triton.problem import normalise_length
 
 _SCATTERED = (
     "document_ids must have each document's tokens next to each other, but got a document in "
@@ -57,12 +58,14 @@ def cu_seqlens_of(
         takes.
 
     Raises:
-        ValueError: not integers, or a document in several pieces.
+        ValueError: not integers, or a document in several pieces, or ``max_documents`` is none.
         TypeError: not a tensor.
         RuntimeError: where the host does not wait: a document in several pieces, or more than
             ``max_documents``.
     """
     check_tensors(document_ids=document_ids)
+    if max_documents is not None:
+        max_documents = normalise_length("max_documents", max_documents)
     integers = not document_ids.is_floating_point() and not document_ids.is_complex()
     if not integers or document_ids.dtype == torch.bool or document_ids.dim() < 1:
         raise ValueError(

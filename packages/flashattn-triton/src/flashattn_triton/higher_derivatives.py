@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.mask_and_bias import Given, bias_of_tile, joined_parts, parts_of_batch
-from flashattn_triton.problem import Problem, as_given, heads_first
+from flashattn_triton.problem import Problem, as_given, heads_first, without_autocast
 from flashattn_triton.tiled import ScoreTiles, fold, tiles, unfold
 
 Tensors = Sequence[Tensor | None]
@@ -197,7 +197,7 @@ class _Part(ScoreTiles):
         zero = self.q.new_zeros(())
         lses: dict[int, Tensor] = defaultdict(lambda: zero)
         outs: dict[int, Tensor] = defaultdict(lambda: zero)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             for queries, _, keys in self._visible():
                 p, tangent, _, _ = self._tangent(queries, keys)
                 weighted, columns, i = p * tangent, slice(*keys), queries[0]
@@ -214,7 +214,7 @@ class _Part(ScoreTiles):
         bias = self.given.bias
         zero = query.new_zeros(())
         dbias = zero if bias is None else torch.zeros_like(bias, dtype=self.q.dtype)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             tlse, tdelta = self.tlse, (self.grad_out * self.tout).sum(-1)
             dq: dict[int, Tensor] = defaultdict(lambda: zero)
             dk: dict[int, Tensor] = defaultdict(lambda: zero)

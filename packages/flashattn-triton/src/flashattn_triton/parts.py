@@ -20,7 +20,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from flashattn_triton.inputs import as_length, check_inputs, check_tensors, given_starts
+from flashattn_triton.inputs import (
+    as_length,
+    check_inputs,
+    check_tensors,
+    given_starts,
+    refuse_unknown,
+)
 from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
 from flashattn_triton.op import ONLY_INPUTS, call_for
 from flashattn_triton.problem import (
@@ -164,6 +170,7 @@ def flash_attention_backward(
             "flash_attention_backward changes tensors outside of autograd and cannot be traced. "
             "Call it from a function under torch.compiler.disable."
         )
+    refuse_unknown("flash_attention_backward", OptionKeywords.__annotations__, keywords)
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None

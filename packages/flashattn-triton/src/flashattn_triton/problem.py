@@ -11,6 +11,7 @@ D head_dim of query and key, E head_dim of value, T tokens of a packed batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import operator
@@ -110,6 +111,10 @@ class Problem:
         """Computed once, because every call looks its problem up in the cache."""
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without the hash, which is another one in another process."""
+        return Problem.unpack, (self.pack(),)
+
     @property
     def packed(self) -> bool:
         """Whether sequences are packed one after another."""
@@ -174,6 +179,13 @@ def as_given(x: Tensor, layout: str) -> Tensor:
 def accumulated(x: Tensor) -> Tensor:
     """``x`` in the dtype of scores, sums and the logsumexp: fp32, or fp64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Products in the dtype of their operands, on the device of ``x``."""
+    if x.is_meta:  # for which there is no autocast
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def broadcasts(shape: Sequence[int], full: Sequence[int]) -> bool:
@@ -292,15 +304,20 @@ def normalise_flag(name: str, flag: object) -> bool:
 
 
 def normalise_length(name: str, length: Any) -> int:
-    """``length`` as an int; raises ``ValueError`` with its name unless it is an integer >= 0."""
+    """``length`` as an int; raises ``ValueError`` with its name unless it is an integer >= 0.
+
+    A compiler's symbol is returned as it is.
+    """
+    if isinstance(length, torch.SymInt):
+        return length  # type: ignore[return-value]
     try:
         number = -1 if isinstance(length, bool) else operator.index(length)
     except TypeError:
         number = -1
     if number < 0:
         raise ValueError(
-            f"{name} must be an integer >= 0 or None, but got {length!r}. Pass the longest length "
-            f"as a Python int, or leave it out."
+            f"{name} must be an integer >= 0 or None, but got {length!r}. Pass it as a Python int, "
+            f"or leave it out."
         )
     return number
 
@@ -317,14 +334,15 @@ def _normalise_causal(causal: Any) -> Causal:
     return causal  # type: ignore[no-any-return]
 
 
-def _is_number(x: object) -> bool:
+def is_number(x: object) -> bool:
+    """Whether ``x`` is an int or a float, and no bool."""
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def _normalise_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim or 1)  # an empty one is refused with the other shapes
-    if not _is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
+    if not is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
         raise ValueError(
             f"scale must be a finite number of at most {LARGEST_FACTOR:.0e} in size, or None, "
             f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
@@ -351,7 +369,7 @@ def _normalise_window(window: Any) -> tuple[int | None, int | None]:
 def _normalise_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not _is_number(softcap) or not 1 / LARGEST_FACTOR <= softcap <= LARGEST_FACTOR:
+    if not is_number(softcap) or not 1 / LARGEST_FACTOR <= softcap <= LARGEST_FACTOR:
         raise ValueError(
             f"softcap must be a finite number > 0 (from {1 / LARGEST_FACTOR:.0e} to "
             f"{LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "

@@ -26,7 +26,13 @@ from flashattn_triton.mask_and_bias import (
     joined_parts,
     parts_of_batch,
 )
-from flashattn_triton.problem import Problem, as_given, diagonal_offset, heads_first
+from flashattn_triton.problem import (
+    Problem,
+    as_given,
+    diagonal_offset,
+    heads_first,
+    without_autocast,
+)
 
 
 def visibility_mask(
@@ -132,7 +138,7 @@ def attend_by_definition(
     """
     out_dtype = dtype or problem.out_dtype or query.dtype
     dtype = dtype or torch.promote_types(query.dtype, torch.float32)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         parts = [
             attention_reference(q, k, v, problem, own, dtype=dtype)
             for (q,), (k, v), own in parts_of_batch(problem, given, (query,), (key, value))

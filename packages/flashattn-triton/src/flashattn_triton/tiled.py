@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flashattn_triton.launch import BackwardTensors
 from flashattn_triton.mask_and_bias import NOTHING, Given, bias_of_tile
-from flashattn_triton.problem import Problem, accumulated, diagonal_offset
+from flashattn_triton.problem import Problem, accumulated, diagonal_offset, without_autocast
 
 # Large enough that the matrix products, not the Python loop, take the time on a CPU; small enough
 # that a causal mask still skips nearly half of the tiles of a few hundred tokens.
@@ -48,7 +48,7 @@ def tiled_forward(
         logsumexp -inf.
     """
     score_tiles = ScoreTiles(query, key, problem, given)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         v = fold(value, score_tiles.groups)
         out = v.new_zeros(*score_tiles.q.shape[:2], v.shape[-1])
         lse = v.new_full(score_tiles.q.shape[:2], float("-inf"))
@@ -95,7 +95,7 @@ def tiled_backward(
     score_tiles = ScoreTiles(query, key, problem, given)
     groups, q, k = score_tiles.groups, score_tiles.q, score_tiles.k
     inputs, bias = [query, key, value], given.bias
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         v, out, lse, do = (fold(x, groups) for x in tensors[2:6])
         delta = (do * out).sum(dim=-1)  # D = rowsum(dO ∘ O)
         if grad_lse is not None:
@@ -246,7 +246,7 @@ class ScoreTiles:
         self.band = Band.of(n_queries, n_keys, problem, given.prefix_lengths)
         mask = given.mask
         self._hidden_keys = None if mask is None else (mask == 0).all(0)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
     def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:

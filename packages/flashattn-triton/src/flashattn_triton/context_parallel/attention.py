@@ -18,7 +18,13 @@ from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import lost_ranks_named
 from flashattn_triton.context_parallel.operator import context_forward, setting_of
 from flashattn_triton.context_parallel.schedules import Way, choose, gathered, heads_of_piece
-from flashattn_triton.context_parallel.tokens import Group, order_of_rank, ranks_of
+from flashattn_triton.context_parallel.tokens import (
+    Group,
+    check_end,
+    order_of_rank,
+    ranks_of,
+    starts_of,
+)
 from flashattn_triton.context_parallel.transfers import in_words
 from flashattn_triton.inputs import autocast, check_dense, check_tensors, refuse_unknown
 from flashattn_triton.mask_and_bias import check_sinks
@@ -131,10 +137,9 @@ def explain(
 
     Takes its arguments, and raises its errors that need no other rank.
     """
-    ranks = ranks_of(group)
+    ranks, (_, k, v), problem, starts, rows = packed_problem(query, key, value, group, **keywords)
     if ranks is None:
         return "no other rank: one call of flash_attention"
-    (_, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
     order = order_of_rank("query", len(k), ranks, starts, rows)
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
     choice = choose(order, band, heads, width, k.element_size())
@@ -164,8 +169,7 @@ def largest_scores(
         (H,) fp32, over the tokens of all ranks, equal on every rank; -inf where no query sees a
         key.
     """
-    (q, k, _), problem, starts, rows = packed_problem(query, key, key, **keywords)
-    ranks = ranks_of(group)
+    ranks, (q, k, _), problem, starts, rows = packed_problem(query, key, key, group, **keywords)
     if ranks is None:
         if starts is None:
             starts = torch.arange(0, len(q) + 1, max(1, len(q) // max(1, rows)))
@@ -201,8 +205,7 @@ def _attention(
     group: Group,
     **keywords: Unpack[ContextKeywords],
 ) -> Any:
-    (q, k, v), problem, starts, rows = packed_problem(query, key, value, **keywords)
-    ranks = ranks_of(group)
+    ranks, (q, k, v), problem, starts, rows = packed_problem(query, key, value, group, **keywords)
     if ranks is None:
         options: dict[str, Any] = {"layout": None, **keywords}
         for name in ("cu_seqlens", "communication"):
@@ -229,6 +232,7 @@ def packed_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    group: Group,
     *,
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
@@ -236,10 +240,12 @@ def packed_problem(
     return_lse: bool = False,
     communication: Communication = "auto",
     **options: Any,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Tensor | None, int]:
-    """Query, key and value as (tokens, heads, head_dim), what is asked for, and sequences.
+) -> tuple[
+    dist.ProcessGroup | None, tuple[Tensor, Tensor, Tensor], Problem, Tensor | None, int
+]:  # fmt: skip
+    """Ranks, query, key and value as (tokens, heads, head_dim), what is asked for, and sequences.
 
-    Of those, starts on the CPU, or None and how many there are of one length.
+    Of the latter, starts on the CPU, or None and how many there are of one length.
 
     Raises:
         ValueError: attention of a rank's tokens to themselves is not defined.
@@ -250,10 +256,11 @@ def packed_problem(
     normalise_flag("return_lse", return_lse)
     remedy = "Leave it out to let the ranks choose."
     check_choice("communication", communication, get_args(Communication), remedy)
+    ranks = ranks_of(group)
     starts = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
-            cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32)
+            cu_seqlens = torch.tensor(starts_of(cu_seqlens), dtype=torch.int32)
         starts = cu_seqlens.cpu()
     if starts is not None and layout is not None:
         raise ValueError(
@@ -279,7 +286,14 @@ def packed_problem(
         )
     if sinks is not None:
         check_sinks(sinks, q.shape[1], q.device)
-    if problem.packed:
-        return (query, key, value), problem, starts, 0
+    if starts is not None:
+        if ranks is None and not torch.compiler.is_compiling():
+            check_end(starts, len(query))
+        return ranks, (query, key, value), problem, starts, 0
+    if ranks is not None and len(q) == 0:
+        raise ValueError(
+            "query must have at least one sequence where ranks share them, but got none. Leave the "
+            "call out on every rank."
+        )
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    return (query, key, value), problem, None, len(q)
+    return ranks, (query, key, value), problem, None, len(q)

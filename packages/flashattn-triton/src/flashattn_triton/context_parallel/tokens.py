@@ -65,6 +65,15 @@ def starts_of(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
+def check_end(starts: Tensor | Sequence[int], length: int) -> None:
+    """Raises ``ValueError`` unless packed sequences end with the last of ``length`` tokens."""
+    if starts[-1] != length:
+        raise ValueError(
+            f"cu_seqlens must end with the number of tokens of all ranks, {length}, but got "
+            f"{int(starts[-1])}. Give padding a sequence of its own."
+        )
+
+
 # Orders remember their calls.
 zigzag = functools.lru_cache(maxsize=16)(Zigzag)
 
@@ -80,11 +89,7 @@ def order_of(
     """
     if cu_seqlens is not None:
         starts = starts_of(cu_seqlens)
-        if starts[-1] != length:
-            raise ValueError(
-                f"cu_seqlens must end with the number of tokens of all ranks, {length}, but got "
-                f"{starts[-1]}. Give padding a sequence of its own."
-            )
+        check_end(starts, length)
         return zigzag(group.size(), starts)
     if length % (2 * group.size()):
         raise ValueError(

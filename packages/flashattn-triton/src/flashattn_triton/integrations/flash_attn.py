@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.problem import PackedKeywords, normalise_flag
+from flashattn_triton.problem import PackedKeywords, is_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -273,7 +273,14 @@ def flash_attn_with_kvcache(
             f"their values."
         )
     filled = (0 if k is not None else k_cache.shape[1]) if cache_seqlens is None else cache_seqlens
-    lengths = torch.as_tensor(filled, device=q.device).expand(len(q))
+    lengths = torch.as_tensor(filled, device=q.device)
+    if lengths.numel() == 1:
+        lengths = lengths.expand(len(q))
+    elif lengths.shape != q.shape[:1]:
+        raise ValueError(
+            f"cache_seqlens must be one number, or one for each of {len(q)} rows, but got shape "
+            f"{tuple(lengths.shape)}. Count the places that are filled."
+        )
     if k is not None and v is not None:
         for name, x, cached in (("k", k, k_cache), ("v", v, v_cache)):
             shape = (len(q), k.shape[1], *cached.shape[2:])
@@ -308,17 +315,20 @@ def unpad_input(
         int32, the length of the longest sequence, and the lengths (B,) int32 without unused
         tokens.
     """
-    if attention_mask.shape != hidden_states.shape[:2]:
-        raise ValueError(
-            f"attention_mask must be of shape {tuple(hidden_states.shape[:2])}, as the first two "
-            f"dimensions of hidden_states, but got {tuple(attention_mask.shape)}. Slice or pad it."
-        )
-    kept = (attention_mask if unused_mask is None else attention_mask + unused_mask) != 0
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None and mask.shape != hidden_states.shape[:2]:
+            raise ValueError(
+                f"{name} must be of shape {tuple(hidden_states.shape[:2])}, as the first two "
+                f"dimensions of hidden_states, but got {tuple(mask.shape)}. Slice or pad it."
+            )
+    kept = tokens = attention_mask != 0
+    if unused_mask is not None:
+        kept = tokens | (unused_mask != 0)
     lengths = kept.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     starts = F.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if len(lengths) else 0
-    used = (attention_mask != 0).sum(dim=-1, dtype=torch.int32)
+    used = tokens.sum(dim=-1, dtype=torch.int32)
     return hidden_states.flatten(0, 1).index_select(0, indices), indices, starts, longest, used
 
 
@@ -372,7 +382,7 @@ def _options(
             )
         nothing, feature = _UNSUPPORTED[name]
         is_tensor = isinstance(value, Tensor)
-        if is_tensor or value != nothing:
+        if value is not nothing and not (is_number(value) and value == nothing):
             shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else value
             raise ValueError(
                 f"{name} must be {nothing}, because flashattn-triton does not support {feature}, "

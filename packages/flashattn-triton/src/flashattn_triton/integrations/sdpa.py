@@ -26,7 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import DTYPES, LARGEST_FACTOR, MAX_HEAD_DIMS, broadcasts
+from flashattn_triton.problem import (
+    DTYPES,
+    LARGEST_FACTOR,
+    MAX_HEAD_DIMS,
+    broadcasts,
+    is_number,
+)
 
 
 @dataclass
@@ -141,7 +147,7 @@ class _Call:
     value: Tensor
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
-    is_causal: bool = False
+    is_causal: object = False
     scale: float | None = None
     enable_gqa: bool = False
 
@@ -149,6 +155,8 @@ class _Call:
         """Why ``flash_attention`` cannot compute this; None if it can."""
         query, key, value = self.query, self.key, self.value
         tensors = (query, key, value)
+        if not isinstance(self.is_causal, bool):
+            return "an is_causal that is no bool"
         if self.dropout_p != 0.0:
             return "dropout_p is not 0"
         if any(type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested for x in tensors):
@@ -173,21 +181,22 @@ class _Call:
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
         scale = 0 if self.scale is None else self.scale
-        if not isinstance(scale, float | int) or not abs(scale) <= LARGEST_FACTOR:
+        if not is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
             return f"a scale that is no number of at most {LARGEST_FACTOR:.0e} in size"
         mask = self.attn_mask
         if mask is None:
             return None
         if type(mask) not in (Tensor, torch.nn.Parameter):
             return "an attn_mask of a tensor subclass"
-        if mask.dtype not in (torch.bool, self.query.dtype):
+        if mask.dtype not in (torch.bool, query.dtype):
             return "an attn_mask that is neither boolean nor of the query's dtype"
         if self.is_causal:
             return "attn_mask is given beside is_causal"
-        scores = (*self.query.shape[:-1], self.key.shape[-2])
-        if not broadcasts(mask.shape, scores):
+        if mask.dim() < query.dim() - 2:
+            return "an attn_mask of fewer than 2 dimensions"  # which PyTorch's kernels may refuse
+        if not broadcasts(mask.shape, (*query.shape[:-1], key.shape[-2])):
             return "an attn_mask that does not broadcast to the scores"
-        return "attn_mask on another device" if mask.device != self.query.device else None
+        return "attn_mask on another device" if mask.device != query.device else None
 
     def run(self) -> Tensor:
         mask = self.attn_mask
