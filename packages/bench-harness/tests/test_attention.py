@@ -327,7 +327,7 @@ def test_an_installed_package_registers_an_implementation(
     ("options", "message"),
     [
         ({"variants": ("flsh",)}, r"variants must be flashattn-triton, .* but got 'flsh'"),
-        ({"variants": ()}, "variants must name an implementation"),
+        ({"variants": ()}, "variants must hold a value, but got none"),
         ({"heads": 3, "kv_heads": 2}, "kv_heads must divide heads, but got 2 of 3"),
         ({"window": (1,)}, "window must be two numbers of keys"),
         (
