@@ -122,6 +122,13 @@ def check_dropped_accumulation(rank, world_size, settings):
         with pytest.raises(RuntimeError, match=r"outside no_sync\(\).*set_to_none=True"):
             call()
     assert all(map(torch.equal, before, model.parameters()))
+    # One that is frozen now is not averaged any more.
+    frozen = next(param for param in model.parameters() if param.grad is not None)
+    frozen.requires_grad_(False)
+    loss_of(model, 1, rank).backward()
+    with pytest.raises(RuntimeError, match="Freeze parameters after the step, not before"):
+        optimizer.step()
+    frozen.requires_grad_(True)
 
 
 def check_returned_parameter(rank, world_size, settings):

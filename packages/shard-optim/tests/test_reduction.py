@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from ddp_lite import BucketedDDP, ModelMismatchError
 from ranks import run_ranks
 from shard_optim import ShardedOptimizer
 from shard_optim.refused_gradient import ReducedGradient
@@ -427,6 +429,41 @@ def check_two_optimizers(rank, world_size):
             assert not any(bucket.gathering for bucket in optimizer.buckets)
 
 
+READS = {
+    "state dict of the wrapper": lambda wrapped, _: wrapped.state_dict(),
+    "parameters of the wrapper": lambda wrapped, _: list(wrapped.parameters()),
+    "state dict of the module": lambda _, model: model.state_dict(),
+    "state dict of a block": lambda _, model: model.blocks[1].state_dict(),
+    "parameters of a list": lambda _, model: list(model.blocks.parameters()),
+    "a copy of a block": lambda _, model: copy.deepcopy(model.blocks[1]),
+    "loading a block": lambda _, model: model.head.load_state_dict(model.head.state_dict()),
+}
+
+
+def check_reads_inside(rank, world_size):
+    """Parameters of modules inside the attached one, which is a data-parallel wrapper here."""
+    for wrapper in (BucketedDDP, DistributedDataParallel):
+        model = net()
+        model.sometimes.requires_grad_(False)
+        model.never.requires_grad_(False)
+        wrapped = wrapper(model)
+        optimizer = ShardedOptimizer(
+            model.parameters(), torch.optim.AdamW, lr=0.1, overlap="next-forward"
+        )
+        optimizer.attach(wrapped)
+        for name, read in READS.items():
+            optimizer.zero_grad()
+            loss_of(wrapped, 0, rank).backward()
+            optimizer.step()
+            assert any(bucket.gathering for bucket in optimizer.buckets)
+            read(wrapped, model)
+            assert not any(bucket.gathering for bucket in optimizer.buckets), name
+        if wrapper is BucketedDDP:
+            model.head.weight = nn.Parameter(torch.ones(11, 6))  # not through the old table
+            with pytest.raises(ModelMismatchError, match=r"head\.weight was replaced"):
+                loss_of(wrapped, 0, rank)
+
+
 class Listing(nn.Module):
     """Reads parameters of modules that have no forward."""
 
@@ -550,6 +587,7 @@ CHECKS = [
     ("early reads wait and hidden reads are found", check_late_reads, ()),
     ("copies of the model", check_copies_of_the_model, ()),
     ("two optimizers", check_two_optimizers, ()),
+    ("reads inside the attached module", check_reads_inside, ()),
     ("lists of parameters", check_lists_of_parameters, ()),
     ("a parameter unfrozen mid-training", check_unfreezing, ()),
     ("a module added mid-training", check_growing, ()),

@@ -12,7 +12,7 @@ Changes of a parameter's dtype or size are found when its gradient is about to b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +25,7 @@ from ddp_lite.errors import ModelMismatchError
 from ddp_lite.ranks import Ranks, backend_for, name_ranks, shortened
 
 _requires_grad = attrgetter("requires_grad")
+_parameters_of = attrgetter("_parameters")
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
@@ -103,6 +104,8 @@ class Structure:
     """
 
     def __init__(self, module: nn.Module, *, buffers: bool) -> None:
+        self._modules = list(module.modules())
+        self._parameters = list(map(_parameters_of, self._modules))
         self._tables: list[dict[str, Any]] = [
             table
             for each in module.modules()
@@ -123,6 +126,8 @@ class Structure:
         """Whether the module still holds the same objects under the same names."""
         if sum(map(len, self._tables)) != self._entries:
             return False
+        if any(map(is_not, map(_parameters_of, self._modules), self._parameters)):
+            return False  # a table was replaced, as ShardedOptimizer.attach() does
         try:
             # Python compares the values by identity first, so tensors are compared only if one was
             # replaced by another; that raises unless both hold one number.

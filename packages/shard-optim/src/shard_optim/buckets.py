@@ -273,18 +273,18 @@ class WaitingCall:
 class _WaitingParameters(dict[str, Any]):
     """The table of a module's own parameters; listing it waits for all attached optimizers' first.
 
-    ``parameters()``, an average of weights, ``state_dict()`` and ``load_state_dict()`` list the
-    tables of the module and of all modules inside it. Reads of single attributes do not.
+    ``parameters()``, averages of weights, ``state_dict()`` and copies do; single attributes do not.
     """
 
-    def __init__(self, own: dict[str, Any], wait_all: Callable[[], None]) -> None:
+    def __init__(self, own: dict[str, Any], waits: ForwardWaits) -> None:
         super().__init__(own)
-        self._waits = [*getattr(own, "_waits", ()), wait_all]
+        self.waits = [*getattr(own, "waits", ()), waits]
 
     def items(self) -> Any:
         """Waits, and lists the parameters."""
-        for wait_all in self._waits:
-            wait_all()
+        for waits in self.waits:
+            if waits.pending:
+                waits.wait_all()
         return super().items()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -295,10 +295,9 @@ class _WaitingParameters(dict[str, Any]):
 class ForwardWaits:
     """Makes every read of parameters through a module tree wait first.
 
-    A module's parameters count as read when the module is called, or when the outermost compiled
-    module around it is called. ``state_dict``, ``load_state_dict`` and ``parameters()`` of the
-    root wait for all parameters. ``check_read`` finds parameters that were read too early: they
-    receive a gradient although their module was not called.
+    A module's parameters are awaited when it is called, or the outermost compiled module around it;
+    all, when those of any module are listed. ``check_read`` finds parameters that were read too
+    early: they receive a gradient although their module was not called.
 
     Args:
         module: the root, after every ``compile()`` of a module in it.
@@ -309,17 +308,15 @@ class ForwardWaits:
     def __init__(
         self, module: nn.Module, wait_all: Callable[[], None], *, hook_gradients: bool
     ) -> None:
-        self._module, self._hook_gradients = module, hook_gradients
+        self._module, self._hook_gradients, self.wait_all = module, hook_gradients, wait_all
         self.pending = False  # whether all-gathers may be under way
         # Identities of the parameters that were not awaited since they were launched.
         self.unread: set[int] = set()
         self._calls: dict[nn.Module, WaitingCall] = {}
         self._names: dict[int, str] = {}
-        if _is_compiled(module):  # its compiled code would look into the table
+        if _is_compiled(module):
             module.register_state_dict_pre_hook(lambda *_: wait_all())
             module.register_load_state_dict_pre_hook(lambda *_: wait_all())
-        else:
-            module._parameters = _WaitingParameters(module._parameters, wait_all)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Makes the modules that own parameters of these buckets wait for them too."""
@@ -327,6 +324,9 @@ class ForwardWaits:
         for bucket in buckets:
             self._names |= zip(map(id, bucket.params), bucket.names, strict=True)
         for owner, reader in _owners_and_readers(self._module):
+            table = owner._parameters  # compiled code would look into it
+            if not _is_compiled(reader) and self not in getattr(table, "waits", ()):
+                owner._parameters = _WaitingParameters(table, self)
             for key in map(id, owner.parameters(recurse=False)):
                 if key in bucket_of:
                     if reader not in self._calls:

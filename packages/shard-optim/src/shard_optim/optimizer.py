@@ -417,8 +417,8 @@ class ShardedOptimizer(Optimizer):
         """Makes ``module`` wait for parameters just in time, for ``overlap="next-forward"``.
 
         Every parameter of this optimizer must belong to ``module``, and be read only while the
-        ``forward`` of a module that owns it runs. ``module.state_dict()`` and
-        ``module.load_state_dict()`` wait for everything; other reads call ``wait()`` first.
+        ``forward`` of a module that owns it runs. Whatever lists parameters waits for everything,
+        as ``parameters()`` and ``state_dict()`` do; reads of attributes call ``wait()`` first.
 
         Compile the module, or parts of it, before: a compiled part waits for all parameters
         inside it when it is called, so compile layer by layer to keep the overlap.

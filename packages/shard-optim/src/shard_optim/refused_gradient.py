@@ -37,7 +37,7 @@ USED = (
 UNREDUCED = (
     "gradients of backward passes inside no_sync() must be averaged before they are used, but got "
     "{}(). Run the last backward before a step outside no_sync(), or drop what has been "
-    "accumulated by zero_grad(set_to_none=True)."
+    "accumulated by zero_grad(set_to_none=True). Freeze parameters after the step, not before."
 )
 
 _CLIP = (
