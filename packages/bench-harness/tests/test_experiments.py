@@ -177,6 +177,18 @@ def test_model(run):
     }
 
 
+def test_a_large_model_on_few_cores_is_expected_to_take_minutes(monkeypatch):
+    """A step of the defaults takes about 20 s on two cores; 6 s were expected of all of them."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    model = experiments.get("model")
+    (large,) = model.cases(device="cpu")
+    (small,) = model.cases(
+        device="cpu", sizes=("custom",), d_model=32, d_ff=64, num_layers=1, num_heads=2
+    )
+    assert 300 < model.work_s(large) < 1200
+    assert model.work_s(small) == 5
+
+
 def test_model_forward_only_runs_nothing_else(run):
     frame, _, figures = run(
         "model", sizes=("custom",), sequences=(8,), modes=("forward",), samples=2, **TINY

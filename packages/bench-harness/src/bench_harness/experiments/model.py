@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from bench_harness import roofline, timing
@@ -154,11 +155,12 @@ class Model(Experiment):
         config, variants = case.config, case.config["variants"]
         compiled = sum(each["execution"] == "compiled" for each in variants)
         triton = sum(each["attention"] == "flash" for each in variants)
-        on_cpu = config["device"] == "cpu"
-        each = (3 if on_cpu else 1) + 9 * billions(config)
-        steps = len(variants) * each * (1 + len(config["modes"])) / 4
-        if on_cpu:
-            return float(2 + steps + 40 * compiled)
+        steps = len(variants) * (1 + len(config["modes"])) / 4
+        if config["device"] == "cpu":  # whose cores compute about 20 GFLOP/s each
+            tokens = config.get("batch", 0) * config.get("sequence", 0)
+            each = 9 + 0.7 * tokens * (config["warmup"] + config["samples"]) / (os.cpu_count() or 1)
+            return float(2 + steps * (3 + each * billions(config)) + 40 * compiled)
+        steps *= 1 + 9 * billions(config)
         return float(0.8 + steps + 5 * triton + (20 + 1.8 * blocks(config)) * compiled)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -263,13 +265,11 @@ def _label(
 
 def _settings(variant: Mapping[str, str], config: Config) -> Settings:
     """A variant as a way to train, of which this experiment measures the phases."""
-    import dataclasses
-
     from bench_harness.training.build import plain
 
     attention = {"attention": "sdpa"} if variant["attention"] == "own" else {}
     compiled: Any = "model" if variant["execution"] == "compiled" else "off"
-    return dataclasses.replace(plain({**config, **variant, **attention}), compile=compiled)
+    return replace(plain({**config, **variant, **attention}), compile=compiled)
 
 
 def _facts(config: Config, device: torch.device) -> Row:
