@@ -256,7 +256,7 @@ def explain(
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
     not depend on ``document_ids``, ``max_documents``, ``key_lengths`` and ``return_lse``, which are
-    taken so that a call can be explained as it is written; their shapes and values are not checked.
+    taken so that a call can be explained as it is written; the first and third are not checked.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     normalise_flag("return_lse", return_lse)
