@@ -76,10 +76,10 @@ def packed(query: Tensor, starts: Tensor) -> Tensor:
 
 
 def plans(query: Tensor) -> str:
-    options = Problem(causal="top-left", scale=0.125, window=(None, None))
     tiles = Tiles(queries=64, keys=64, warps=4, stages=2)
     tiling = Tiling(forward=tiles, key_pass=tiles, query_pass=tiles)
-    plan: Plan = choose(query, query, query, options, implementation="auto", tiling=tiling)
+    options = Problem(causal="top-left", scale=0.125, window=(None, None), tiling=tiling)
+    plan: Plan = choose(query, query, query, options)
     print(plan.tier, plan.reason)
     return explain(query, query, query, layout="bshd", causal=True, window=(10, 0), softcap=2.0)
 

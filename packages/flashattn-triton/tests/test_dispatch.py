@@ -30,7 +30,7 @@ def inputs(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torc
 
 
 def plan(device: str = "cpu", **keywords: object) -> Plan:
-    return choose(*inputs(device), new_problem(head_dim=16), **keywords)
+    return choose(*inputs(device), new_problem(head_dim=16, **keywords))
 
 
 def test_cpu_tensors_take_the_tiled_tier() -> None:

@@ -12,7 +12,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -215,7 +215,8 @@ def ran(
         named = {"portable": "triton", "hopper": "hopper", "tiled": "tiled"}
         asked: Any = named.get(name.rpartition("-")[2], "auto")
         given = tuple(each for each in NAMES if each in settings)
-        return choose(query, key, value, problem, implementation=asked, tensors=given).tier
+        problem = replace(problem, implementation=asked)
+        return choose(query, key, value, problem, tensors=given).tier
     if name != "sdpa":  # one kernel alone is allowed, else the problem is skipped
         return name.removeprefix("sdpa-") if name.startswith("sdpa-") else None
     import torch

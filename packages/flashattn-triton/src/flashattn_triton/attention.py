@@ -200,7 +200,7 @@ def flash_attention(
     if n_queries != n_keys and (causal or window is not None):
         (key, value), given = without_unseen_keys(problem, n_queries, (key, value), given)
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if causal is True and n_queries != n_keys:
+    if causal is True:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     if leading is not None:
         out = out.reshape(*leading, *out.shape[1:])
@@ -297,14 +297,8 @@ def flash_attention_varlen(
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     tokens = query.shape[0], key.shape[0]
-    longest = (
-        tokens[0] if max_seqlen_q is None else max_seqlen_q,
-        tokens[1] if max_seqlen_k is None else max_seqlen_k,
-    )
-    if type(longest[0]) is not int or type(longest[1]) is not int:
-        longest_q = as_length("max_seqlen_q", longest[0], tokens[0])
-        longest = longest_q, as_length("max_seqlen_k", longest[1], tokens[1])
-        max_seqlen_q = None  # may stand for all tokens
+    longest_q = as_length("max_seqlen_q", max_seqlen_q, tokens[0])
+    longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, tokens[1])
     try:
         problem = new_problem("thd", query.shape[-1], longest, **keywords)
     except TypeError:
@@ -318,9 +312,9 @@ def flash_attention_varlen(
         raise
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True:
-        lengths = tokens if max_seqlen_q is None or max_seqlen_k is None else longest
-        if lengths[0] != lengths[1]:
-            warn_of_alignment(*lengths, stacklevel=2)
+        are_known = type(max_seqlen_q) is type(max_seqlen_k) is int
+        n_queries, n_keys = longest if are_known else tokens
+        warn_of_alignment(n_queries, n_keys, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
 

@@ -48,12 +48,7 @@ class Tiling:
     tma_reduce: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses what no kernel can be compiled with.
-
-        Raises:
-            TypeError: a kernel's shape is not a :class:`Tiles`.
-            ValueError: a shape has a number that cannot be.
-        """
+        """Refuses what no kernel can be compiled with."""
         for kernel, tiles in self.kernels.items():
             if not isinstance(tiles, Tiles):
                 raise TypeError(

@@ -7,7 +7,7 @@ silently: an implementation that was asked for by name and cannot run is an erro
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
 import torch
@@ -33,13 +33,10 @@ from flashattn_triton.mask_and_bias import (
     normalised,
 )
 from flashattn_triton.problem import (
-    IMPLEMENTATIONS,
     MAX_HEAD_DIM_BACKWARD,
     MAX_HEAD_DIMS,
-    Implementation,
     Keywords,
     Problem,
-    check_choice,
     heads_first,
     new_problem,
     normalise_flag,
@@ -97,8 +94,6 @@ def choose(
     value: Tensor,
     problem: Problem,
     *,
-    implementation: Implementation | None = None,
-    tiling: Tiling | None = None,
     tensors: tuple[str, ...] = (),
 ) -> Plan:
     """The plan for (B, H, N_q, D), (B, G, N_k, D), (B, G, N_k, E) inputs, or packed views of them.
@@ -106,21 +101,14 @@ def choose(
     Args:
         query: and ``key``, ``value``: only widths, dtype, device and places in memory are looked
             at.
-        problem: mask, scale, soft-cap, and who computes.
-        implementation: instead of the problem's. "auto" takes Triton for CUDA tensors (the Hopper
-            tier, on sm_90, for what it supports) and the tiled PyTorch tier for all others; a name
-            insists.
-        tiling: instead of the problem's: explicit kernel shapes for the portable kernels.
+        problem: mask, scale, soft-cap, and who computes: "auto" takes Triton for CUDA tensors (the
+            Hopper tier, on sm_90, for what it supports) and the tiled PyTorch tier for all others;
+            a name insists.
         tensors: which of :data:`~flashattn_triton.mask_and_bias.NAMES` come with the call.
 
     Raises:
-        ValueError: an unknown implementation, or one that cannot run these inputs.
+        ValueError: the implementation cannot run these inputs.
     """
-    if implementation is not None:
-        check_choice("implementation", implementation, IMPLEMENTATIONS, "'auto' chooses.")
-        problem = replace(problem, implementation=implementation)
-    if tiling is not None:
-        problem = replace(problem, tiling=tiling)
     is_empty = query.numel() == 0 or key.numel() == 0
     unreadable = None
     if query.is_cuda and not is_empty:
@@ -206,11 +194,7 @@ def _choose(
 
 
 def _check_kernel_limits(dtype: torch.dtype, head_dims: tuple[int, int]) -> None:
-    """Refuses what no kernel computes, though plain PyTorch does.
-
-    Raises:
-        ValueError: naming the tensor, and the tier without the limit.
-    """
+    """Refuses what no kernel computes, though plain PyTorch does."""
     if dtype == torch.float64:
         raise ValueError(
             "query must be float16, bfloat16 or float32 for Triton's kernels, but got float64. "
@@ -232,9 +216,6 @@ def check_tiling(tiling: Tiling, gpu: GPU, dtype: torch.dtype) -> None:
     A warp group of 4 warps works on 64 rows. With fewer rows than that for each group, Triton lets
     groups repeat rows and read past the end of the operand. Operands of fp32 products are split
     into parts whose shared memory it reuses too early; fewer than 64 rows take other instructions.
-
-    Raises:
-        ValueError: naming the kernel and its shape.
     """
     if gpu.capability[0] != 9:
         return
@@ -275,7 +256,7 @@ def explain(
 
     Takes ``flash_attention``'s arguments and raises its errors. Launches nothing. The answer does
     not depend on ``document_ids``, ``max_documents``, ``key_lengths`` and ``return_lse``, which are
-    taken so that a call can be explained as it is written; their shapes and values are not checked.
+    taken so that a call can be explained as it is written; the first and third are not checked.
     """
     refuse_unknown("explain", [*Keywords.__annotations__, "return_lse"], keywords)
     normalise_flag("return_lse", return_lse)

@@ -77,7 +77,7 @@ def as_length(name: str, length: Any, tokens: int) -> Any:
     """
     if length is None:
         return tokens
-    if type(length) is int or isinstance(length, torch.SymInt):  # checked by new_problem
+    if type(length) is int:  # checked by new_problem
         return length
     is_number = isinstance(length, Tensor) and length.dim() == 0 and not length.is_floating_point()
     traced = torch.compiler.is_compiling() or isinstance(length, FakeTensor)
@@ -89,11 +89,7 @@ def as_length(name: str, length: Any, tokens: int) -> Any:
 def given_starts(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Both :func:`as_starts`, or neither.
-
-    Raises:
-        ValueError: one of them is given alone.
-    """
+    """Both :func:`as_starts`, or neither; one alone is an error."""
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         return as_starts(cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

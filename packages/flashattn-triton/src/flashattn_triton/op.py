@@ -151,9 +151,6 @@ class CachedCall:
         """dQ, dK and dV, also those of bias and sinks if one ``needs`` them.
 
         ``into``: fp32 tensors, to which the first three are added, or nothing.
-
-        Raises:
-            RuntimeError: a tensor has no memory.
         """
         query, key, value, out, lse, grad_out, grad_lse = tensors
         lse = lse.contiguous()  # what was saved may come back with other strides
@@ -177,16 +174,14 @@ class CachedCall:
         return launch(tensors, given)
 
 
-def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
-    call = CachedCall(*arguments)
-    _store(cache_key, call)
-    return call
-
-
 def call_for(*arguments: Any) -> CachedCall:
-    """The call for the arguments of :func:`key_of`."""
+    """The call for the arguments of :func:`key_of`, which raises its errors."""
     cache_key = key_of(*arguments)
-    return _cache.get(cache_key) or _new_call(cache_key, *arguments)
+    call: CachedCall | None = _cache.get(cache_key)
+    if call is None:
+        call = CachedCall(*arguments)
+        _store(cache_key, call)
+    return call
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -329,7 +324,7 @@ class Attend(_SingleLevelFunction):
         if not rest:
             return None, *gradients[:3]
         dbias, dsinks = (None, None) if needs == ONLY_INPUTS else gradients[3:]
-        return None, *gradients[:3], *_in_given(dbias, dsinks)
+        return None, *gradients[:3], *Given(bias=dbias, sinks=dsinks)
 
 
 class _AttendOutput(Attend):
@@ -366,7 +361,9 @@ class _AttendBackward(_SingleLevelFunction):
         )  # fmt: skip
         rest = (None,) * len(ctx.numbers)
         tangents = (tangents[0], None if grad_lse is None else tangents[1])
-        return *gradients[:3], None, None, *tangents, *_in_given(*gradients[3:]), *rest
+        *of_rows, dbias, dsinks = gradients
+        of_given = Given(bias=dbias, sinks=dsinks)
+        return *of_rows, None, None, *tangents, *of_given, *rest
 
 
 class _AttendTangents(_SingleLevelFunction):
@@ -415,11 +412,6 @@ def _unpack(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if x is None else forward_ad.unpack_dual(x, level=0)
 
 
-def _dual(x: Tensor, tangent: Tensor) -> Tensor:
-    dual: Tensor = forward_ad.make_dual(x, tangent, level=0)
-    return dual
-
-
 def _forward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     """The operator ``forward`` of tensors of which some have a tangent."""
     primals, tangents = zip(*map(_unpack, tensors), strict=True)
@@ -431,7 +423,7 @@ def _forward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     results = FORWARD(*primals, *numbers)
     inputs, direction = (_differentiated(x, 3) for x in (primals, tangents))
     moved = TANGENTS(*inputs, *direction, *results, *primals[3:], *numbers)
-    return tuple(_dual(x, t) for x, t in zip(results, moved, strict=True))
+    return tuple(forward_ad.make_dual(x, t, level=0) for x, t in zip(results, moved, strict=True))
 
 
 def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
@@ -457,7 +449,10 @@ def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
             tangent = torch.zeros_like(out)
         more = BACKWARD(*primals[:5], tangent, lse_tangent, *given, *numbers)
         moved = [x if x is None else x + y for x, y in zip(moved, more, strict=True)]
-    return tuple(x if t is None else _dual(x, t) for x, t in zip(results, moved, strict=True))
+    return tuple(
+        x if t is None else forward_ad.make_dual(x, t, level=0)
+        for x, t in zip(results, moved, strict=True)
+    )
 
 
 def _wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor | None]:
@@ -469,11 +464,6 @@ def _wanted(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> list[T
 def _differentiated(tensors: Sequence[Tensor | None], start: int) -> list[Tensor | None]:
     """Query, key, value, bias and sinks, of tensors whose :data:`GIVEN` begin at ``start``."""
     return [*tensors[:3], tensors[start + BIAS], tensors[start + SINKS]]
-
-
-def _in_given(dbias: Tensor | None, dsinks: Tensor | None) -> Given:
-    """Gradients of the tensors named :data:`GIVEN`."""
-    return Given(bias=dbias, sinks=dsinks)
 
 
 def _below(operator: Callable[..., Any], *arguments: Any) -> Any:
@@ -548,21 +538,15 @@ def _cached_call(
     problem: Problem, query: Tensor, key: Tensor, value: Tensor, given: Given
 ) -> CachedCall | None:
     """The call for plain tensors in eager mode; None if the operators must run."""
-    if _is_watched():
+    if _is_watched() or query.is_meta:  # on meta, results are the shapes that operators promise
         return None
-    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
-        return None
-    if query.is_meta:  # whose results are the shapes that the operators promise
-        return None
-    if given is not NOTHING:
-        for x in given:
-            if x is not None and type(x) not in PLAIN:
-                return None
+    for x in (query, key, value, *given):
+        if x is not None and type(x) not in PLAIN:
+            return None
     try:
-        cache_key = key_of(problem, query, key, value, given)
+        return call_for(problem, query, key, value, given)
     except RuntimeError:  # no memory: wrappers left over from a transform that has ended
         return None
-    return _cache.get(cache_key) or _new_call(cache_key, problem, query, key, value, given)
 
 
 def attend(
@@ -577,10 +561,7 @@ def attend(
     """Output and logsumexp of ``problem``; the latter may be None if it is not asked for.
 
     Tensors are in its layout; ``given`` are those named :data:`GIVEN`, :data:`NOTHING` if all are
-    None.
-
-    Raises:
-        ValueError: a tensor is not what the public functions describe.
+    None. Raises the errors of the public functions.
     """
     by_definition = problem.implementation == "reference"
     call = None if by_definition else _cached_call(problem, query, key, value, given)

@@ -234,10 +234,6 @@ def new_problem(
     The keywords are those of :func:`~flashattn_triton.flash_attention`. ``layout`` may be "thd" for
     packed sequences, the longest of which have at most ``longest`` queries and keys. ``head_dim`` D
     is for the default scale 1/sqrt(D).
-
-    Raises:
-        ValueError: an argument is outside of what is described there.
-        TypeError: ``tiling`` is no :class:`~flashattn_triton.Tiling`.
     """
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

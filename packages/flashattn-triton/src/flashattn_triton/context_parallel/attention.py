@@ -245,11 +245,8 @@ def packed_problem(
 ]:  # fmt: skip
     """Ranks, query, key and value as (tokens, heads, head_dim), what is asked for, and sequences.
 
-    Of the latter, starts on the CPU, or None and how many there are of one length.
-
-    Raises:
-        ValueError: attention of a rank's tokens to themselves is not defined.
-        TypeError: not a tensor, or an unknown keyword.
+    Of the latter, starts on the CPU, or None and how many there are of one length. Raises the
+    errors that need no other rank.
     """
     refuse_unknown("context_parallel", ContextKeywords.__annotations__, options)
     check_tensors(query=query, key=key, value=value)

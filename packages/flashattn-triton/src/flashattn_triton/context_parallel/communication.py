@@ -169,11 +169,7 @@ class UnderWay(Generic[Result]):
             self._works = start()
 
     def wait(self) -> Result:
-        """The result, once it is there.
-
-        Raises:
-            RankLostError: a rank is lost.
-        """
+        """The result, once it is there."""
         with lost_ranks_named(self._group, self._what):
             for work in self._works:
                 work.wait()

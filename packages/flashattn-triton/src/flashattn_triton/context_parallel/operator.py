@@ -84,12 +84,7 @@ def setting_of(
     direction: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
     cu_seqlens: Tensor | None, rows: int, way: str, group: Any, communication: str, *numbers: Any,
 ) -> tuple[str, Setting]:  # fmt: skip
-    """The way and what it needs, once all ranks have agreed on it. Collective.
-
-    Raises:
-        ValueError: the ranks differ, or a rank does not have the tokens that are its own.
-        RankLostError: a rank is lost.
-    """
+    """The way and what it needs, once all ranks have agreed on it. Collective."""
     ranks: dist.ProcessGroup = _resolve_process_group(group)
     problem = Problem.unpack(numbers)
     left, right = (-1 if x is None else x for x in problem.band)

@@ -19,12 +19,7 @@ Group = Any  # a ProcessGroup, a DeviceMesh of one dimension, or None for all ra
 
 
 def ranks_of(group: Group) -> dist.ProcessGroup | None:
-    """The process group that ``group`` stands for; None where there is no other rank.
-
-    Raises:
-        ValueError: it is a mesh of several dimensions, or this rank is not in it.
-        TypeError: it is neither a process group nor a mesh.
-    """
+    """The process group that ``group`` stands for; None where there is no other rank."""
     if group is None:
         found = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     elif isinstance(group, dist.ProcessGroup):
@@ -45,11 +40,7 @@ def ranks_of(group: Group) -> dist.ProcessGroup | None:
 
 
 def starts_of(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """Starts of packed sequences as integers. The host waits for a tensor that is on a GPU.
-
-    Raises:
-        ValueError: they are no integers that rise from 0.
-    """
+    """Starts of packed sequences as integers. The host waits for a tensor that is on a GPU."""
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if (
         not isinstance(values, list)
@@ -81,12 +72,7 @@ zigzag = functools.lru_cache(maxsize=16)(Zigzag)
 def order_of(
     group: dist.ProcessGroup, length: int, cu_seqlens: Tensor | Sequence[int] | None, rows: int = 1
 ) -> Zigzag:
-    """The order of ``cu_seqlens``, or of ``rows`` sequences of ``length`` tokens.
-
-    Raises:
-        ValueError: the sequence cannot be cut into equal chunks, or has another length than
-            ``cu_seqlens`` says.
-    """
+    """The order of ``cu_seqlens``, or of ``rows`` sequences of ``length`` tokens."""
     if cu_seqlens is not None:
         starts = starts_of(cu_seqlens)
         check_end(starts, length)
@@ -104,11 +90,7 @@ def order_of_rank(
     name: str, n: int, group: dist.ProcessGroup, cu_seqlens: Tensor | Sequence[int] | None,
     rows: int = 1,
 ) -> Zigzag:  # fmt: skip
-    """:func:`order_of` sequences of which this rank has ``n`` tokens in all, those of ``name``.
-
-    Raises:
-        ValueError: these are not the tokens of the rank.
-    """
+    """:func:`order_of` sequences of which this rank has ``n`` tokens in all, those of ``name``."""
     length = n // rows * group.size() if cu_seqlens is None else starts_of(cu_seqlens)[-1]
     order, rank = order_of(group, length, cu_seqlens, rows), group.rank()
     expected = order.length(rank)
