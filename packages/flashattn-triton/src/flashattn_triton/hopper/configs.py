@@ -77,9 +77,7 @@ class BackwardConfig:
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
-_THREE = ForwardConfig(
-    consumers=3, keys=128, stages=2, registers=160, head_cost=0.001, tree_of_maxima=True
-)
+_THREE = replace(_TWO, consumers=3, registers=160, head_cost=0.001, tree_of_maxima=True)
 # What shortens the softmax of a step; see LOG.md for where it does not.
 _SHORT = replace(_TWO, named_releases=True, partial_sums=True)
 # 192 columns of Q and K, 128 of V.
