@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 
 def require_integer(name: str, value: object, *, least: int) -> None:
     """Raises ValueError, naming the argument, unless it is an integer of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, but got {value!r}.")
 
 
@@ -29,8 +30,7 @@ class ModelConfig:
         rope_theta: base of the rotary position frequencies.
 
     Raises:
-        ValueError: a count below 1, heads that do not divide ``d_model``, an odd head dimension
-            (rotary embeddings turn pairs), or ``rope_theta`` not above 0.
+        ValueError: a count below 1, a head dimension that is not even, ``rope_theta`` not above 0.
     """
 
     vocab_size: int = 10_000
