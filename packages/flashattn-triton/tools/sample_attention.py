@@ -28,6 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_harness.environment import describe, measured_on
+
 HEAD_DIMS = (64, 96, 128)
 KINDS = {
     "HGMMA": "matrix products",
@@ -136,17 +138,6 @@ def table(rows: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def circumstances() -> dict[str, str]:
-    """GPU, versions and commit."""
-    import torch
-    import triton
-
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    commit = subprocess.run(command, check=False, capture_output=True, text=True).stdout.strip()
-    versions = f"torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}"
-    return {"measured_on": f"{torch.cuda.get_device_name()}, {versions}", "commit": commit}
-
-
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -165,7 +156,8 @@ def main() -> int:
     if arguments.ncu is None:
         print("ncu was not found; say where it is by --ncu", file=sys.stderr)
         return 2
-    about, rows = circumstances(), []
+    machine, rows = describe(), []
+    about = {"measured_on": measured_on(machine), "commit": (machine["git"] or {}).get("commit")}
     for head_dim in HEAD_DIMS:
         bodies = loops(sample(arguments.ncu, head_dim))
         if not bodies:

@@ -88,7 +88,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     With N positions, p = softmax(h Wᵀ) and loss = mean over n of -log p[n, t_n]:
     N · d loss / d logits = p - onehot(t),  d h = d logits · W,  d W = d logitsᵀ · h.
-    Backward multiplies with 1 / N: before a gradient scaler, it would make small fp16 gradients 0.
+    Backward multiplies by 1 / N, together with a gradient scaler's factor: alone, it would make
+    small fp16 gradients 0.
     """
 
     @staticmethod
@@ -166,6 +167,5 @@ def _gather(values: Tensor, targets: Tensor) -> Tensor:
         if "out of bounds" not in str(error):
             raise
         raise ValueError(
-            f"targets must be from 0 to vocab_size - 1, but got: {error}. Leave out positions that "
-            "do not count, such as those of target -100."
+            f"targets must be from 0 to vocab_size - 1, but got: {error}. Leave out those of -100."
         ) from None

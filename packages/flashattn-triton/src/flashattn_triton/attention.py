@@ -200,7 +200,7 @@ def flash_attention(
     if n_queries != n_keys and (causal or window is not None):
         (key, value), given = without_unseen_keys(problem, n_queries, (key, value), given)
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
-    if causal is True:
+    if causal is True and n_queries != n_keys:
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     if leading is not None:
         out = out.reshape(*leading, *out.shape[1:])

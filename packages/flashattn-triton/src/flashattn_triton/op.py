@@ -174,14 +174,16 @@ class CachedCall:
         return launch(tensors, given)
 
 
+def _new_call(cache_key: Any, *arguments: Any) -> CachedCall:
+    call = CachedCall(*arguments)
+    _store(cache_key, call)
+    return call
+
+
 def call_for(*arguments: Any) -> CachedCall:
     """The call for the arguments of :func:`key_of`, which raises its errors."""
     cache_key = key_of(*arguments)
-    call: CachedCall | None = _cache.get(cache_key)
-    if call is None:
-        call = CachedCall(*arguments)
-        _store(cache_key, call)
-    return call
+    return _cache.get(cache_key) or _new_call(cache_key, *arguments)
 
 
 # ---- the operators -------------------------------------------------------------------------------
@@ -540,13 +542,17 @@ def _cached_call(
     """The call for plain tensors in eager mode; None if the operators must run."""
     if _is_watched() or query.is_meta:  # on meta, results are the shapes that operators promise
         return None
-    for x in (query, key, value, *given):
-        if x is not None and type(x) not in PLAIN:
-            return None
-    try:
-        return call_for(problem, query, key, value, given)
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
+        return None
+    if given is not NOTHING:
+        for x in given:
+            if x is not None and type(x) not in PLAIN:
+                return None
+    try:  # not around a new call, whose errors are the caller's
+        cache_key = key_of(problem, query, key, value, given)
     except RuntimeError:  # no memory: wrappers left over from a transform that has ended
         return None
+    return _cache.get(cache_key) or _new_call(cache_key, problem, query, key, value, given)
 
 
 def attend(

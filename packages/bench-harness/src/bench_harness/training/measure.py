@@ -216,7 +216,9 @@ def _one_round(
             row["memory"], row["losses"] = moments.weigh(
                 steps, variant, before, first_step=config["first_step"]
             )
-        warmup = max(config["warmup"], variant.steps_before_recording * variant.cuda_graph)
+        warmup = config["warmup"]
+        if variant.cuda_graph:
+            warmup = max(warmup, variant.steps_before_recording)
         for done in range(1, warmup + 1):
             loss = steps.step()
             if number == 0 and done == config["warmup"]:
@@ -375,8 +377,9 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _device_allocations(device: torch.device) -> int:
-    cuda = device.type == "cuda"
-    return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if cuda else 0
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device)["num_device_alloc"])
 
 
 def _graphs() -> int:

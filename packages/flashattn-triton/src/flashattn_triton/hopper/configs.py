@@ -87,8 +87,8 @@ _SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
 # then decides, and a tile of 192 queries takes longer.
 ROWS_AT_ONCE = 132 * 128
-# Keys: width of tiles, whether there is a causal mask. Rows: up to how many queries, which shape.
-# Tiles of 128 queries leave less of the last tile empty than of 192.
+# Keys: columns in use of a tile (96 is also 80), whether there is a causal mask. Rows: up to how
+# many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
         (1024, replace(_SHORT, rounds=2, halves=True, head_cost=0.001)),
@@ -96,6 +96,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
     (64, False): ((1024, _SHORT), (math.inf, _THREE)),
+    (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
+    (96, False): ((math.inf, _TWO),),
     (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
     (128, False): ((math.inf, _SHORT),),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
@@ -153,7 +155,8 @@ def forward_config(
     width, _ = forward_widths(head_dims)
     if left is not None:
         return FORWARD_WINDOW[width]
-    rows = FORWARD[width, right is not None]
+    in_use = columns_in_use(max(head_dims), width)
+    rows = FORWARD[in_use if in_use == width else 96, right is not None]
     return next(config for n, config in rows if n_queries <= n or n_rows <= ROWS_AT_ONCE)
 
 
