@@ -328,6 +328,21 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     check_backward(problem, seed)
 
 
+@pytest.fixture
+def _long_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 and 96 columns, for short problems too."""
+    for key in ((96, True), (96, False)):
+        monkeypatch.setitem(configs.FORWARD, key, configs.FORWARD[key][-1:])
+
+
+@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_products_in_order(name: str, head_dim: int) -> None:
+    """Three consumers, each of which adds P·V before it multiplies the next tile."""
+    check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), list(PROBLEMS).index(name))
+
+
 @pytest.mark.parametrize("head_dims", [(96, 96), (128, 128), *WIDE], ids=str)
 @pytest.mark.parametrize("name", ["grouped, offset walks", "causal", "window, both edges"])
 def test_soft_caps(name: str, head_dims: tuple[int, int]) -> None:

@@ -15,10 +15,14 @@ Keys are walked from the last visible tile to the first, so that the tiles on th
 ragged tail come first and the loop over all others is without a mask. Rows past the end of a head
 are read as zeros and not written: the descriptors know where a head ends.
 
+With ``in_order``, a consumer adds P·V of tile j before it multiplies tile j + 1. No P is kept
+beside the next scores, so three consumers of 96 columns hold all in registers, and what one leaves
+of the tensor cores' time the two others use.
+
 Tiles have powers of two as widths. Of tiles of 128 columns, products leave out those that a
 head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three PARTS of 64 columns
 that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
-holds only one tile of Q, the output overwrites Q, and is stored before the next Q is loaded.
+has no room for it, the output overwrites Q.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -287,6 +291,13 @@ def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
+def _release_queries(q_empty, round_index, OPTIONS: gl.constexpr):
+    """Releases a slot of Q when the output, which has taken its place, has left shared memory."""
+    tma.store_wait(0)
+    mbarrier.arrive(q_empty.index(round_index % OPTIONS.q_slots), count=1)
+
+
+@gluon.jit
 def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr):
     """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -298,8 +309,9 @@ def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.
         mbarrier.wait(v_full.index(slot), phase)
         _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         tiles_done += 1
-        _scheduler_barrier_wait(CONSUMER)
-        _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
+        if not OPTIONS.in_order:
+            _scheduler_barrier_wait(CONSUMER)
+            _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
     return tiles_done
 
 
@@ -343,9 +355,64 @@ def _store_output(
 
 
 @gluon.constexpr_function
+def _output_over_queries(options):
+    """Whether the output takes the place of Q: with one slot, or three consumers of 96 columns."""
+    return options.q_slots == 1 or options.in_order
+
+
+@gluon.constexpr_function
 def _has_blind_rows(options):
     """Whether some row may see no key at first."""
     return options.shifted or options.has_left or options.packed
+
+
+@gluon.jit
+def _softmax(
+    s, scales, first_row, first_key, band, state, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+):
+    """Exponentials of one tile of scores.
+
+    Returns them, the factors of :func:`_rescale`, and the new state: of each row its maximum
+    (ROWS,), in units of log2, and its sum as of ``sums_of_columns``.
+    """
+    scale_log2, tanh_scale = scales
+    row_max, row_sum = state
+    s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
+    highest = largest(s, scale_log2, OPTIONS.negative, OPTIONS.tree_of_maxima)
+    new_max = gl.maximum(row_max, highest)
+    rises = ()
+    if OPTIONS.seldom_rescales:
+        new_max, risen = raised_max(row_max, new_max)
+        rises = (risen,)
+    shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
+    exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    correction = exp2(row_max - shift)
+    row_sum = row_sum * factors_like(correction, row_sum)
+    row_sum += sums_of_columns(exponentials, OPTIONS.partial_sums)
+    factors = (correction,)
+    factors += rises
+    return exponentials, factors, (new_max, row_sum)
+
+
+@gluon.jit
+def _rescale(acc, factors):
+    """O so far, times a factor of each row, or only where a second number says that it changes."""
+    if len(factors) == 1:
+        scaled = scale_rows(acc, factors[0])
+    else:
+        scaled = scale_risen_rows(acc, factors[0], factors[1])
+    return scaled
+
+
+@gluon.jit
+def _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS: gl.constexpr):
+    """O plus P·V of a tile, whose slot is then released."""
+    slot = tiles_done % OPTIONS.stages
+    mbarrier.wait(v_full.index(slot), (tiles_done // OPTIONS.stages) & 1)
+    acc = issue_columns(p, v_smem.index(slot), acc)
+    acc = wait_for_columns(acc, 0)
+    _release(v_empty, VALUE_SLOT, slot, OPTIONS)
+    return acc
 
 
 @gluon.jit
@@ -360,52 +427,47 @@ def _step(
     scales,
     acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the previous tile
-    row_max,  # (ROWS,) fp32, in units of log2
-    row_sum,  # (ROWS, 1) or (ROWS, 8) fp32, as of sums_of_columns
+    state,  # of _softmax
     CONSUMER: gl.constexpr,
     OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """Q·Kᵀ of this tile, its softmax, and beside the softmax P·V of the previous tile."""
+    """Q·Kᵀ of this tile and its softmax; beside the softmax, or ``in_order`` before, P·V."""
     _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
     _q_smem, k_smem, v_smem, _o_smem, _records = buffers
-    scale_log2, tanh_scale = scales
     STAGES: gl.constexpr = OPTIONS.stages
+    PROBABILITIES: gl.constexpr = p.type.layout
     slot = tiles_done % STAGES
     phase = (tiles_done // STAGES) & 1
     before = (tiles_done - 1) % STAGES
     phase_before = ((tiles_done - 1) // STAGES) & 1
 
     mbarrier.wait(k_full.index(slot), phase)
-    _scheduler_barrier_wait(CONSUMER)
-    s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
-    mbarrier.wait(v_full.index(before), phase_before)
-    acc = issue_columns(p, v_smem.index(before), acc)
-    _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
-
-    s = warpgroup_mma_wait(len(acc), deps=(s,))
-    _release(k_empty, KEY_SLOT, slot, OPTIONS)
-    s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
-    highest = largest(s, scale_log2, OPTIONS.negative, OPTIONS.tree_of_maxima)
-    new_max = gl.maximum(row_max, highest)
-    if OPTIONS.seldom_rescales:
-        new_max, rises = raised_max(row_max, new_max)
-    shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
-    exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-    correction = exp2(row_max - shift)
-    row_sum = row_sum * factors_like(correction, row_sum)
-    row_sum += sums_of_columns(exponentials, OPTIONS.partial_sums)
-
-    acc = wait_for_columns(acc, 0)
-    _release(v_empty, VALUE_SLOT, before, OPTIONS)
-    if OPTIONS.seldom_rescales:
-        acc = scale_risen_rows(acc, correction, rises)
+    if OPTIONS.in_order:
+        s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
+        s = warpgroup_mma_wait(0, deps=(s,))
     else:
-        acc = scale_rows(acc, correction)
-    PROBABILITIES: gl.constexpr = p.type.layout
-    p = to_operand(exponentials, p.dtype, PROBABILITIES)
-    return acc, p, new_max, row_sum
+        _scheduler_barrier_wait(CONSUMER)
+        s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
+        mbarrier.wait(v_full.index(before), phase_before)
+        acc = issue_columns(p, v_smem.index(before), acc)
+        _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
+        s = warpgroup_mma_wait(len(acc), deps=(s,))
+    _release(k_empty, KEY_SLOT, slot, OPTIONS)
+    exponentials, factors, state = _softmax(
+        s, scales, first_row, first_key, band, state, OPTIONS, MASKED
+    )
+    if OPTIONS.in_order:
+        acc = _rescale(acc, factors)
+        p = to_operand(exponentials, p.dtype, PROBABILITIES)
+        acc = _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS)
+    else:
+        acc = wait_for_columns(acc, 0)
+        _release(v_empty, VALUE_SLOT, before, OPTIONS)
+        acc = _rescale(acc, factors)
+        p = to_operand(exponentials, p.dtype, PROBABILITIES)
+    return acc, p, state
 
 
 @gluon.jit
@@ -433,6 +495,7 @@ def _consumer(
     KEYS: gl.constexpr = k_smem.shape[1]
     E: gl.constexpr = v_smem.shape[2]
     O_PARTS: gl.constexpr = E // o_smem.shape[2]
+    OVER_QUERIES: gl.constexpr = _output_over_queries(OPTIONS)
     DTYPE: gl.constexpr = k_smem.dtype
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, KEYS, 16])
@@ -443,7 +506,7 @@ def _consumer(
     FIRST: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, FIRST_KEYS, 16])
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     tiles_done = 0
-    if CONSUMER == CONSUMERS - 1:
+    if CONSUMER == CONSUMERS - 1 and not OPTIONS.in_order:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
     if OPTIONS.named_releases:  # all slots are empty
         for i in gl.static_range(STAGES):
@@ -452,6 +515,9 @@ def _consumer(
 
     round_index = 0
     while _has_tile(q_full, records, round_index, OPTIONS):
+        if OPTIONS.in_order:
+            # Their products then queue one behind another, which keeps their softmaxes apart: 8 %.
+            named_barrier_sync(0, 128 * CONSUMERS)
         q_slot = round_index % Q_SLOTS
         tile_row, head, n_queries, own_band, q_at, keys_end = _read_record(
             records.index(q_slot), work, OPTIONS
@@ -471,9 +537,13 @@ def _consumer(
         slot = tiles_done % STAGES
         q_parts = _parts_of(q_smem, q_slot * CONSUMERS + CONSUMER, PARTS)
         mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
-        _scheduler_barrier_wait(CONSUMER)
+        if not OPTIONS.in_order:
+            _scheduler_barrier_wait(CONSUMER)
         s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
-        _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
+        if not OPTIONS.in_order:
+            _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
+        if OVER_QUERIES and Q_SLOTS > 1 and round_index > 0:
+            _release_queries(q_empty, round_index - 1, OPTIONS)
         s = warpgroup_mma_wait(0, deps=(s,))
         _release(k_empty, KEY_SLOT, slot, OPTIONS)
         first_key = (stop - 1) * KEYS
@@ -497,6 +567,8 @@ def _consumer(
                 row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
+        if OPTIONS.in_order:
+            acc = _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS)
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
         whole = 1
@@ -508,53 +580,56 @@ def _consumer(
         if OPTIONS.has_left:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         bounds = (1, whole, whole_stop, n_key_tiles)
+        state = (row_max, row_sum)
         for part in gl.static_range(3):
             if (OPTIONS.shifted, True, OPTIONS.has_left)[part]:
                 for j in range(bounds[part], bounds[part + 1]):
-                    acc, p, row_max, row_sum = _step(
+                    acc, p, state = _step(
                         q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                        own_band, scales, acc, p, row_max, row_sum, CONSUMER, OPTIONS, part != 1,
-                        SCORES,
+                        own_band, scales, acc, p, state, CONSUMER, OPTIONS, part != 1, SCORES,
                     )  # fmt: skip
         tiles_done += n_key_tiles
-        if Q_SLOTS > 1:
+        if not OVER_QUERIES:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
 
+        row_max, row_sum = state
         slot = (tiles_done - 1) % STAGES
-        mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
-        acc = issue_columns(p, v_smem.index(slot), acc)
+        if not OPTIONS.in_order:
+            mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
+            acc = issue_columns(p, v_smem.index(slot), acc)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
         logsumexp = (row_max + gl.log2(row_sum)) * LN_2
         normaliser = 1.0 / row_sum
-        acc = wait_for_columns(acc, 0)
-        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
+        if not OPTIONS.in_order:
+            acc = wait_for_columns(acc, 0)
+            _release(v_empty, VALUE_SLOT, slot, OPTIONS)
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
-        if Q_SLOTS > 1:
+        if not OVER_QUERIES:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
         if OPTIONS.fp32_out:
             at = first_element(o_strides, q_at, head, n_queries, first_row, OPTIONS.packed)
             write_columns(o_out + at, n_queries - first_row, o_strides[2], width_div8, acc, False)
         else:
-            _store_output(
-                acc, o_out, q_at, head, first_row, o_smem, CONSUMER * PARTS, O_PARTS, OPTIONS.packed
-            )
+            tile = CONSUMER * PARTS
+            if OVER_QUERIES:
+                tile += q_slot * CONSUMERS * PARTS
+            _store_output(acc, o_out, q_at, head, first_row, o_smem, tile, O_PARTS, OPTIONS.packed)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
         if OPTIONS.packed:
             l_row = head.to(gl.int64) * N_QUERIES + (q_at[0] - n_queries)
         else:
             l_row = (q_at[0] * N_HEADS + head).to(gl.int64) * N_QUERIES
         gl.store(L_ptr + l_row + rows, logsumexp, mask=rows < n_queries)
-        if Q_SLOTS == 1:  # the output is in Q's shared memory
-            tma.store_wait(0)
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
+        if Q_SLOTS == 1:
+            _release_queries(q_empty, round_index, OPTIONS)
         round_index += 1
     tma.store_wait(0)
-    if CONSUMER == 0:
+    if CONSUMER == 0 and not OPTIONS.in_order:
         _scheduler_barrier_wait(CONSUMER)  # takes the last arrival, which no consumer waited for
 
 
@@ -623,7 +698,7 @@ def hopper_forward_kernel(
     k_smem = allocate_tiles(DTYPE, STAGES * PARTS, KEYS, WIDTH)
     v_smem = allocate_tiles(DTYPE, STAGES, KEYS, v_desc.block_shape[-1])
     o_smem = q_smem
-    if Q_SLOTS > 1:
+    if not _output_over_queries(OPTIONS):
         o_smem = allocate_tiles(DTYPE, CONSUMERS * PARTS, ROWS, WIDTH)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     records = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, RECORD], RECORDS)
