@@ -108,6 +108,15 @@ def shipped() -> list[Request]:
         )
         for direction in both
     ]
+    # Those of long sequences add products in order.
+    requests += [
+        Request(96, "bf16", {"causal": "bottom-right"}, (4096, 5000)),
+        Request(96, "bf16", {"causal": True, "softcap": 30.0}),
+        Request(96, "bf16", {"causal": True}, (8192, 8192), sequences=9),
+        Request(96, "bf16", {"causal": True, "out_dtype": "float32"}, sinks=True),
+        Request(96, "bf16", {"causal": True}, (2000, 2000)),
+        Request(128, "bf16", {"causal": False}, (2000, 2000)),
+    ]
     # Wide heads. The window's diagonal is not aligned to tiles.
     for d, e in ((256, 256), (192, 128)):
         plain: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (500, 300)})

@@ -330,16 +330,15 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
 
 @pytest.fixture
 def _long_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 and 96 columns, for short problems too."""
-    for key in ((96, True), (96, False)):
-        monkeypatch.setitem(configs.FORWARD, key, configs.FORWARD[key][-1:])
+    """For short problems too."""
+    for key, rows in configs.FORWARD.items():
+        monkeypatch.setitem(configs.FORWARD, key, rows[-1:])
 
 
 @pytest.mark.usefixtures("_long_configurations")
-@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_products_in_order(name: str, head_dim: int) -> None:
-    """Three consumers, each of which adds P·V before it multiplies the next tile."""
+def test_long_configurations(name: str, head_dim: int) -> None:
     check_forward(problem_of(head_dim=head_dim, **PROBLEMS[name]), list(PROBLEMS).index(name))
 
 
@@ -527,6 +526,14 @@ def test_packed_forward_on_random_schedules(
     first = packed.starts[0][-1]
     assert (out[first:] == 0).all()
     assert np.isneginf(lse[:, first:]).all()
+
+
+@interpreted
+@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_long_configurations(name: str, head_dim: int) -> None:
+    test_packed_forward_on_random_schedules(name, (head_dim, head_dim), in_fp32=False)
 
 
 @interpreted

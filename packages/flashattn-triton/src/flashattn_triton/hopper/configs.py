@@ -17,6 +17,8 @@ class ForwardShape:
     registers: of a consumer's thread.
     parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
     q_slots: 2, so that the next tile of Q is loaded ahead, or 1.
+    over_queries: the output takes the place of Q in shared memory, and with two slots the place is
+        free for the next but one when the next tile has begun: too late in short sequences.
     in_order: P·V of a tile is added before the next tile's scores, not beside its softmax.
     named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
         mbarriers.
@@ -32,6 +34,7 @@ class ForwardShape:
     registers: int
     parts: int = 1
     q_slots: int = 2
+    over_queries: bool = False
     in_order: bool = False
     named_releases: bool = False
     partial_sums: bool = False
@@ -82,13 +85,13 @@ _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = replace(_TWO, consumers=3, registers=160, head_cost=0.001, tree_of_maxima=True)
 # What shortens the softmax of a step; see LOG.md for where it does not.
 _SHORT = replace(_TWO, named_releases=True, partial_sums=True)
-# One consumer's softmax beside two others' products: its own need not wait for each other.
+# One consumer's softmax beside two others' products, not beside its own.
 _IN_ORDER = replace(
-    _TWO, consumers=3, registers=160, head_cost=0.001, partial_sums=True, in_order=True
+    _THREE, tree_of_maxima=False, partial_sums=True, in_order=True, over_queries=True
 )
 # 192 columns of Q and K, 128 of V.
-_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1, head_cost=0.004)
-_WIDE = replace(_TWO, keys=64, q_slots=1, head_cost=0.004)
+_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1, over_queries=True, head_cost=0.004)
+_WIDE = replace(_TWO, keys=64, q_slots=1, over_queries=True, head_cost=0.004)
 _SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
 # then decides, and a tile of 192 queries takes longer.
@@ -102,10 +105,13 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
     (64, False): ((1024, _SHORT), (math.inf, _THREE)),
-    (96, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_IN_ORDER, rounds=4))),
+    (96, True): (
+        (2048, replace(_TWO, rounds=2)),
+        (math.inf, replace(_IN_ORDER, rounds=4, spills=56)),
+    ),
     (96, False): ((1024, _TWO), (math.inf, _IN_ORDER)),
     (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
-    (128, False): ((math.inf, _SHORT),),
+    (128, False): ((2048, _SHORT), (math.inf, replace(_SHORT, over_queries=True))),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),

@@ -21,8 +21,8 @@ of the tensor cores' time the two others use.
 
 Tiles have powers of two as widths. Of tiles of 128 columns, products leave out those that a
 head_dim of 80 or 96 does not use (``products.py``). A head_dim of 192 is three PARTS of 64 columns
-that lie one after another in shared memory; Q·Kᵀ is the sum of their products. Where shared memory
-has no room for it, the output overwrites Q.
+that lie one after another in shared memory; Q·Kᵀ is the sum of their products. The output has
+shared memory of its own, or overwrites Q.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -292,7 +292,7 @@ def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _release_queries(q_empty, round_index, OPTIONS: gl.constexpr):
-    """Releases a slot of Q when the output, which has taken its place, has left shared memory."""
+    """Releases a slot of Q when the output, which has overwritten it, has left shared memory."""
     tma.store_wait(0)
     mbarrier.arrive(q_empty.index(round_index % OPTIONS.q_slots), count=1)
 
@@ -352,12 +352,6 @@ def _store_output(
     fence_async_shared()
     for part in gl.static_range(PARTS):
         store_tile(descriptor, at, head, row, smem.index(tile + part), PACKED, part * smem.shape[2])
-
-
-@gluon.constexpr_function
-def _output_over_queries(options):
-    """Whether the output takes the place of Q: with one slot, or three consumers of 96 columns."""
-    return options.q_slots == 1 or options.in_order
 
 
 @gluon.constexpr_function
@@ -495,7 +489,6 @@ def _consumer(
     KEYS: gl.constexpr = k_smem.shape[1]
     E: gl.constexpr = v_smem.shape[2]
     O_PARTS: gl.constexpr = E // o_smem.shape[2]
-    OVER_QUERIES: gl.constexpr = _output_over_queries(OPTIONS)
     DTYPE: gl.constexpr = k_smem.dtype
     WARPS: gl.constexpr = [gl.num_warps(), 1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], WARPS, [16, KEYS, 16])
@@ -542,7 +535,7 @@ def _consumer(
         s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
         if not OPTIONS.in_order:
             _scheduler_barrier_arrive(CONSUMER, CONSUMERS)
-        if OVER_QUERIES and Q_SLOTS > 1 and round_index > 0:
+        if OPTIONS.over_queries and Q_SLOTS > 1 and round_index > 0:
             _release_queries(q_empty, round_index - 1, OPTIONS)
         s = warpgroup_mma_wait(0, deps=(s,))
         _release(k_empty, KEY_SLOT, slot, OPTIONS)
@@ -589,7 +582,7 @@ def _consumer(
                         own_band, scales, acc, p, state, CONSUMER, OPTIONS, part != 1, SCORES,
                     )  # fmt: skip
         tiles_done += n_key_tiles
-        if not OVER_QUERIES:
+        if not OPTIONS.over_queries:
             mbarrier.arrive(q_empty.index(q_slot), count=1)
 
         row_max, row_sum = state
@@ -608,7 +601,7 @@ def _consumer(
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
-        if not OVER_QUERIES:
+        if not OPTIONS.over_queries:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         acc = scale_rows(acc, normaliser)
         if OPTIONS.fp32_out:
@@ -616,7 +609,7 @@ def _consumer(
             write_columns(o_out + at, n_queries - first_row, o_strides[2], width_div8, acc, False)
         else:
             tile = CONSUMER * PARTS
-            if OVER_QUERIES:
+            if OPTIONS.over_queries:
                 tile += q_slot * CONSUMERS * PARTS
             _store_output(acc, o_out, q_at, head, first_row, o_smem, tile, O_PARTS, OPTIONS.packed)
         rows = first_row + gl.arange(0, ROWS, SCORE_ROWS)
@@ -698,7 +691,7 @@ def hopper_forward_kernel(
     k_smem = allocate_tiles(DTYPE, STAGES * PARTS, KEYS, WIDTH)
     v_smem = allocate_tiles(DTYPE, STAGES, KEYS, v_desc.block_shape[-1])
     o_smem = q_smem
-    if not _output_over_queries(OPTIONS):
+    if not OPTIONS.over_queries:
         o_smem = allocate_tiles(DTYPE, CONSUMERS * PARTS, ROWS, WIDTH)
     RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     records = gl.allocate_shared_memory(gl.int32, [Q_SLOTS, RECORD], RECORDS)
