@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from shard_optim.checkpoint_files import StoredTensor
 from shard_optim.fully_sharded.own_shards import StatesOfShards
+from shard_optim.kept_moments import by_value
 from shard_optim.optimizer_class import foreign_hyperparameters, state_keys
 from shard_optim.parameter_groups import Groups, all_params, by_number
 from shard_optim.place import Place, Row
@@ -82,8 +83,8 @@ class OptimizerState:
         for index, state in states.items():
             place, small = self._places.get(index), values.setdefault(f"state.{index}.values", {})
             form = None if place is None else place.size if whole else place.form
-            for key, value in state.items():
-                if not isinstance(value, Tensor):
+            for key, kept in state.items():
+                if not isinstance(value := by_value(kept), Tensor):
                     small[key] = copy.deepcopy(value)
                 # One value of a single number is small, except where only one rank has it.
                 elif value.shape == form and (value.ndim or not (place and place.replicated)):

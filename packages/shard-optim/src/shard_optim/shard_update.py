@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from shard_optim.bucket_plan import Partition, split_by_size
 from shard_optim.buckets import Bucket, Shard
 from shard_optim.communication import check_gradient, in_dtype
+from shard_optim.kept_moments import by_value, restore_forms
 from shard_optim.optimizer_class import check_elementwise_state
 from shard_optim.parameter_groups import Groups, all_params
 from shard_optim.place import Place, in_memory_order
@@ -99,7 +100,7 @@ class FusedShard:
             return state
         first, length = shard.begin - self.begin, shard.view.numel()
         return {
-            key: value.narrow(0, first, length)
+            key: by_value(value).narrow(0, first, length)
             if isinstance(value, Tensor) and value.shape == self.tensor.shape
             else value
             for key, value in state.items()
@@ -233,7 +234,10 @@ class LocalOptimizer:
                 settings_of(group) | {"params": own}
                 for group, own in zip(groups, tensors, strict=True)
             ]
-            self.step_groups.append(StepGroup(self._make(local_groups, **self._kwargs), fused))
+            optimizer = self._make(local_groups, **self._kwargs)
+            for group, local in zip(groups, optimizer.param_groups, strict=True):
+                group.update(settings_of(local))  # some classes hold them in tensors
+            self.step_groups.append(StepGroup(optimizer, fused))
 
     def _fuse(self, bucket: Bucket, group_of: Mapping[int, int]) -> list[FusedShard]:
         """This rank's shards of a bucket, mergeable neighbours of one parameter group together."""
@@ -417,6 +421,7 @@ def load_into(
     ]
     found = {n: states[t] for n, t in enumerate(all_params(groups)) if states.get(t)}
     optimizer.load_state_dict({"state": found, "param_groups": pack_groups(groups)})
+    restore_forms(optimizer)
 
 
 def pack_groups(groups: Groups) -> list[dict[str, Any]]:

@@ -77,6 +77,8 @@ class OwnShards(StatesOfShards):
         self._groups = groups
         super().__init__(groups, make([self._adopt(group) for group in groups], **kwargs))
         setattr(self._optimizer, INSIDE, True)
+        for group, local in zip(groups, self._optimizer.param_groups, strict=True):
+            group.update(settings_of(local))  # some classes hold them in tensors
 
     def add_group(self, group: dict[str, Any]) -> None:
         """Updates the parameters of a new group too."""
