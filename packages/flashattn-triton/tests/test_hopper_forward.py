@@ -76,6 +76,48 @@ def test_heads_and_lengths(
     check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
 
 
+@pytest.fixture
+def _long_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For short problems too."""
+    from flashattn_triton.hopper import configs
+
+    for key, rows in configs.FORWARD.items():
+        monkeypatch.setitem(configs.FORWARD, key, rows[-1:])
+
+
+@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "top-left"},
+        {"causal": "bottom-right"},
+        {"causal": "top-left", "softcap": 2.0},
+        {"causal": "top-left", "scale": -0.2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("heads", "n_queries", "n_keys"),
+    [((6, 1), 333, 1000), ((3, 3), 1000, 300), ((2, 2), 193, 128), ((70, 10), 1100, 700)],
+    ids=str,
+)
+def test_long_configurations(
+    heads: tuple[int, int],
+    n_queries: int,
+    n_keys: int,
+    options: dict[str, Any],
+    head_dim: int,
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    case = dense_case(2, heads, n_queries, n_keys, head_dim, "bf16", **options)
+    check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
+
+
 WINDOWS = [
     {"window": (100, None)},
     {"window": (None, 70)},

@@ -131,7 +131,7 @@ LENGTHS = {
 
 pytest_gpu = pytest.mark.gpu
 all_kernels = pytest.mark.parametrize(
-    "head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str
+    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
 )
 
 
