@@ -167,7 +167,8 @@ def compare(
         across_hardware: compare rows of different environments too; none of them is sure.
 
     Raises:
-        ComparisonError: the runs share no row, or hold rows of different environments.
+        ComparisonError: the runs share no row, hold rows of different environments, or are one
+            run and its copy, which no gate may let pass.
         StoreError: a run cannot be read.
     """
     for run in (run_a, run_b):
@@ -182,6 +183,13 @@ def compare(
             f"{run_a.folder} and {run_b.folder} must have {what} in common, but got none"
             f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
             "same options."
+        )
+    copies = sum(rows_a[i]["started"] == rows_b[i]["started"] for i in shared)
+    if copies:
+        raise ComparisonError(
+            f"A and B must be measured one by one, but got the same measurement for {copies} of "
+            f"{len(shared)} rows: {run_b.folder} is, or holds, a copy of {run_a.folder}. Measure "
+            "into a folder of its own."
         )
     pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
     known = {**run_a.environments(), **run_b.environments()}

@@ -19,6 +19,7 @@ from bench_harness.workload import (
     SIZES,
     billions,
     blocks,
+    cpu_seconds,
     device_of,
     language_model_config,
     shape_row,
@@ -121,6 +122,9 @@ class Profile(Experiment):
         config = case.config
         tokens = float(config.get("batch", 0) * config.get("sequence", 0))
         nsight = 10.0 if config["tool"] == "nsight" else 0.0
+        if config["device"] == "cpu":  # where the scores of attention take as long as products
+            passes = 4 * (1 + config["warmup"]) * (1 + config.get("sequence", 0) / 512)
+            return 1.5 + 9 * billions(config) + cpu_seconds(config, passes)
         return 1.1 + 0.14 * blocks(config) + billions(config) * tokens / 1400 + nsight
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
