@@ -123,12 +123,11 @@ def test_a_run_beside_itself_or_its_copy_passes_no_gate(bench: Bench, tmp_path: 
         done = bench("compare", "a", other, "--fail-on", "slower")
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(
-            "bench-harness: A and B must be measured one by one, but got the same measurement for "
-            "4 of 4 rows: "
+            "bench-harness: A and B must be two measurements, but got the same one for 4 of 4 rows."
         )
     with (tmp_path / "a" / "results.jsonl").open("a") as file:
         file.write(store(tmp_path / "again", {"three": 11.0}).results.read_text())
-    with pytest.raises(ComparisonError, match="the same measurement for 4 of 6 rows"):
+    with pytest.raises(ComparisonError, match="the same one for 4 of 6 rows"):
         compare(a, Store(tmp_path / "b"))
 
 

@@ -145,6 +145,25 @@ def test_a_custom_size_needs_every_dimension(experiment: str) -> None:
         options.build(experiments.get(experiment), given)
 
 
+@pytest.mark.parametrize("experiment", ["model", "memory", "train-step", "profile"])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"sizes": ["small"], "d_model": 32, "num_heads": 3}, "d_model=32 and num_heads=3"),
+        ({"sizes": ["xl", "small"], "d_model": 1600}, "d_model=1600 and num_heads=12"),
+        (
+            {"sizes": ["custom"], "d_model": 6, "num_heads": 2, "d_ff": 8, "num_layers": 1},
+            "d_model=6 and num_heads=2",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide_the_width_are_refused_before_anything_is_measured(
+    experiment: str, given: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{experiment}: num_heads must divide d_model .*{found}"):
+        options.build(experiments.get(experiment), given)
+
+
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
     parameters = {each.name: each for each in options.parameters(toy)}
     assert list(parameters) == ["kinds", "repeats", "seconds", "note", "flag", "broken_report"]

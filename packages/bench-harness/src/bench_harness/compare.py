@@ -167,8 +167,8 @@ def compare(
         across_hardware: compare rows of different environments too; none of them is sure.
 
     Raises:
-        ComparisonError: the runs share no row, hold rows of different environments, or are one
-            run and its copy, which no gate may let pass.
+        ComparisonError: the runs share no row, hold rows of different environments, or the same
+            measurement, as a run and its copy do.
         StoreError: a run cannot be read.
     """
     for run in (run_a, run_b):
@@ -187,9 +187,8 @@ def compare(
     copies = sum(rows_a[i]["started"] == rows_b[i]["started"] for i in shared)
     if copies:
         raise ComparisonError(
-            f"A and B must be measured one by one, but got the same measurement for {copies} of "
-            f"{len(shared)} rows: {run_b.folder} is, or holds, a copy of {run_a.folder}. Measure "
-            "into a folder of its own."
+            f"A and B must be two measurements, but got the same one for {copies} of "
+            f"{len(shared)} rows. Measure B into a folder of its own."
         )
     pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
     known = {**run_a.environments(), **run_b.environments()}

@@ -52,10 +52,10 @@ def blocks(config: Config) -> int:
 
 
 def cpu_seconds(config: Config, passes: float) -> float:
-    """About how long so many forward passes take on this machine's cores, of 80 GFLOP/s each; a
-    backward pass counts as two."""
+    """About how long so many forward passes take on CPU cores of 80 GFLOP/s; a backward is two."""
     tokens = config.get("batch", 0) * config.get("sequence", 0)
-    return float(billions(config) * tokens * passes / 40 / (os.cpu_count() or 1))
+    cores = os.cpu_count() or 1
+    return 2 * billions(config) * float(tokens) * passes / (80 * cores)
 
 
 def too_large(config: Config) -> str | None:
@@ -301,11 +301,9 @@ def language_model_config(config: Config) -> ModelConfig:
     Raises:
         ValueError: dimensions that do not fit together.
     """
-    given = {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
-    given |= {
-        "context_length": int(config["sequence"]),
-        "vocab_size": int(config.get("vocab_size", 10_000)),
-    }
+    names = (*DIMENSIONS, "vocab_size")
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    given["context_length"] = config.get("sequence", 1)
     sizes: Any = sys.modules.get("basics_model.sizes") or _sizes_alone()
     named = partial(sizes.model_config, config["size"])
     made: ModelConfig = (sizes.ModelConfig if config["size"] == "custom" else named)(**given)

@@ -186,7 +186,10 @@ class Profile(Experiment):
         phases = done[done["kind"] == "phase"]
         panels = {
             phase: [
-                Bar(row["label"].removeprefix("profile "), _by_kind(row))
+                Bar(
+                    row["label"].removeprefix("profile "),
+                    {kind: float(row[_column(kind)]) for kind in _KINDS if row[_column(kind)] > 0},
+                )
                 for _, row in phases[phases["phase"] == phase].iterrows()
             ]
             for phase in PHASES
@@ -204,10 +207,6 @@ class Profile(Experiment):
             note = f"{done['spans'].dropna().iloc[0]}; phases are synchronised."
             made.append(Figure("profile_timeline", title, timelines(lines), note))
         return made
-
-
-def _by_kind(row: pd.Series[Any]) -> dict[str, float]:
-    return {kind: float(row[_column(kind)]) for kind in _KINDS if row[_column(kind)] > 0}
 
 
 def _column(kind: str) -> str:
