@@ -91,11 +91,9 @@ def identified(cases: Sequence[Case]) -> list[Case]:
     for case in cases:
         if names := _names(case):
             subject = {name: case.config[name] for name in SUBJECT if name in case.config}
-            device = case.config.get("device", "cpu")
-            calls = _calls(case)
-            asked = json.dumps([names, subject, device, calls], sort_keys=True)
+            given = names, subject, case.config.get("device", "cpu"), _calls(case)
+            asked = json.dumps(given, sort_keys=True)
             if asked not in known:
-                given = names, subject, device, calls
                 try:  # in a process of its own: this one never imports torch
                     known[asked] = process.asked(_look_at, *given, timeout_s=_LIMIT_S)
                 except TimeoutError:

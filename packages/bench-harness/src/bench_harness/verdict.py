@@ -183,9 +183,8 @@ def _width(summary: Summary) -> float:
 
 def _told_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Mann–Whitney's test at 1 % on medians of stretches of time; it assumes no distribution."""
-    if min(effective(a), effective(b)) < ENOUGH:
-        return True
-    return bool(stats.mannwhitneyu(_stretches(a), _stretches(b)).pvalue < 0.01)
+    few = min(effective(a), effective(b)) < ENOUGH
+    return few or bool(stats.mannwhitneyu(_stretches(a), _stretches(b)).pvalue < 0.01)
 
 
 def _stretches(samples: Sequence[float]) -> list[float]:

@@ -54,8 +54,7 @@ def blocks(config: Config) -> int:
 def cpu_seconds(config: Config, passes: float) -> float:
     """About how long so many forward passes take on CPU cores of 80 GFLOP/s; a backward is two."""
     tokens = config.get("batch", 0) * config.get("sequence", 0)
-    cores = os.cpu_count() or 1
-    return 2 * billions(config) * float(tokens) * passes / (80 * cores)
+    return 2 * billions(config) * float(tokens) * passes / (80 * (os.cpu_count() or 1))
 
 
 def too_large(config: Config) -> str | None:

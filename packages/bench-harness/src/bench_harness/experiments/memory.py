@@ -87,6 +87,13 @@ class Options(SubjectOptions):
         False, "Record the second step of training, which begins with the optimizer's state."
     )
 
+    def __post_init__(self) -> None:
+        SubjectOptions.__post_init__(self)
+        if self.second_step and "step" not in self.modes:
+            raise ValueError(
+                f"modes must hold step beside second_step, but got {self.modes}. Add it."
+            )
+
 
 class Memory(Experiment):
     """Where memory goes, phase by phase."""

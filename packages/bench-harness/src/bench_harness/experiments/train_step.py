@@ -124,6 +124,13 @@ class Options(SubjectOptions, SamplingOptions):
                 f"loss must be package.module:function beside model, but got {self.loss!r}, which "
                 "describes the built-in language model. Leave it out, or name a function."
             )
+        kinds = ("alone", "nsight", "profiled", "all_reduces")
+        asked = [name for name in kinds if getattr(self, name)]
+        if asked[1:] and asked[0] in kinds[:2]:
+            raise ValueError(
+                f"{asked[0]}, which times nothing, must come without {asked[1]}, but got both. "
+                "Leave one out."
+            )
         of.labels(self.settings())
 
     def settings(self) -> list[of.Settings]:
