@@ -1,6 +1,8 @@
 """Files of ``train_lm.py``: which checkpoint a run continues, writing checkpoints, exporting."""
 
+import fcntl
 import importlib.util
+import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -54,18 +56,43 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     )
 
 
-def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
-    """Makes the folder, proves that it can be written, and reads its newest checkpoint.
+def lock_folder(folder: Path | None) -> None:
+    """Makes the folder and takes it for this process, until the process ends, however it does.
+
+    The lock is the operating system's, on ``FOLDER/.lock``. Processes forked from this one do not
+    hold it. Where a file system has no locks, nothing is noticed.
 
     Raises:
         OSError: the folder cannot be made or written.
+        ValueError: another run has taken it; both would write files of the same names.
+    """
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        raise ValueError(
+            f"--checkpoint-dir must be used by one run at a time, but got {folder}, into which "
+            "another run writes. Wait for its end, or choose another folder."
+        ) from None
+    except OSError:  # no locks here
+        os.close(descriptor)
+
+
+def open_checkpoints(settings: Settings, identity: Mapping[str, Any]) -> Checkpoint | None:
+    """Proves that the folder can be written, and reads its newest checkpoint.
+
+    Raises:
+        OSError: the folder cannot be written.
         ValueError: it holds a run that this one does not continue, or its newest checkpoint is
             damaged.
     """
     folder = settings.checkpoint_dir
     if folder is None:
         return None
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
     existing = list_checkpoints(folder)

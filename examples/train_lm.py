@@ -31,6 +31,7 @@ from train_checkpoints import (
     check_export,
     differences,
     export,
+    lock_folder,
     open_checkpoints,
 )
 from train_context import Context
@@ -104,6 +105,15 @@ def collective(what: str) -> Iterator[None]:
             f"every rank must take part in {what}, but it failed on rank {dist.get_rank()} of "
             f"{dist.get_world_size()}: {error}"
         ) from error
+
+
+@contextmanager
+def reading_tokens() -> Iterator[None]:
+    """Tells the user of a batch that cannot be read, as of a file that became shorter."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def join_ranks(device_name: str) -> torch.device:
@@ -455,7 +465,8 @@ class Trainer:
         settings = self.settings
         # Drawn as one batch: the data of an update do not depend on how its sequences are divided.
         rows = settings.batch_size * settings.accumulate
-        whole = self.inputs.training.get_batch(rows, device=self.device)
+        with reading_tokens():
+            whole = self.inputs.training.get_batch(rows, device=self.device)
         inputs, targets = (tensor.chunk(settings.accumulate) for tensor in whole)
         tensors = [tensor for batch in zip(inputs, targets, strict=True) for tensor in batch]
         if settings.cuda_graph and self.updates == UPDATES_BEFORE_RECORDING:
@@ -504,7 +515,8 @@ class Trainer:
         batches = self.inputs.validation.sequential_batches(
             self.settings.batch_size, device=self.device
         )
-        limited = list(itertools.islice(batches, self.settings.validation_batches))
+        with reading_tokens():
+            limited = list(itertools.islice(batches, self.settings.validation_batches))
         total, count = torch.zeros((), device=self.device), 0
         context = self.inputs.context
         for start in range(0, len(limited), context.data_size):
@@ -596,6 +608,7 @@ def run(settings: Settings, given: Collection[str]) -> None:
     console = Console(quiet=not first)
     inputs = together(lambda: Inputs(settings, device))
     check_agreement(settings, inputs)
+    together(lambda: lock_folder(settings.checkpoint_dir) if first else None)
     checkpoint = together(lambda: open_checkpoints(settings, inputs.identity) if first else None)
     together(lambda: check_export(settings.export) if first else None)
     trainer = Trainer(settings, inputs, checkpoint, device, console)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,8 @@ def open_logger(name: str) -> MetricsLogger:
 class JsonLines:
     """One JSON object per line: the update's number and its values.
 
-    A run that begins anew moves an earlier file to ``NAME.old``. One that continues drops lines of
+    A run that begins anew moves an earlier file to ``NAME.old``, or to ``NAME.old.2`` and so on, so
+    that every run's metrics stay. One that continues drops lines of
     updates after ``first_step``, which a run that was killed left behind its last checkpoint, and a
     last line that was cut off.
 
@@ -95,7 +97,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         found = _records(path)
         if found and first_step == 0:
-            path.replace(path.with_name(path.name + ".old"))
+            path.rename(_unused(path.with_name(path.name + ".old")))
         elif found:
             rewritten = path.with_name(f".{path.name}.tmp")
             rewritten.write_text("".join(line for step, line in found if step <= first_step))
@@ -119,6 +121,12 @@ class JsonLines:
     def finish(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def _unused(path: Path) -> Path:
+    """The path, or with a number after it where there is such a file already."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(2))
+    return path if not path.exists() else next(each for each in numbered if not each.exists())
 
 
 _BEGIN = '{"step": '

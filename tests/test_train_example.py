@@ -216,6 +216,36 @@ def test_ctrl_c_under_torchrun_ends_in_one_line_and_the_same_command_continues(
     assert load_checkpoint(list_checkpoints(folder)[-1]).step == 400
 
 
+def test_a_folder_into_which_another_run_writes_is_refused(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    """Until that run has ended, also if it is killed."""
+    folder = tmp_path / "run"
+    (first,) = examples.start(arguments(data=text, checkpoint_dir=folder, steps=100_000))
+    wait_for_checkpoint(folder)
+    command = arguments(data=text, checkpoint_dir=folder, steps=2)
+    with start([str(SCRIPT), *command]) as second:
+        output, errors = second.communicate(timeout=100)
+    refused = f"--checkpoint-dir must be used by one run at a time, but got {folder}, into which"
+    assert_refused((second.returncode, output, errors), refused)
+    os.kill(first, signal.SIGKILL)
+    examples.finish()
+    assert_refused(examples.run(command), "must hold checkpoints of this run")
+
+
+def test_a_text_that_becomes_shorter_ends_in_one_line(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    examples.start(arguments(data=text, checkpoint_dir=folder, steps=100_000))
+    wait_for_checkpoint(folder)
+    size = text.stat().st_size
+    os.truncate(text, 10)
+    code, _, errors = examples.finish()
+    assert code == 2, errors
+    assert errors == f"train_lm.py: a mapped file of tokens must keep {size} bytes, but got 10.\n"
+
+
 @pytest.mark.parametrize("wrapper", ["bucketed", "stage-3-kept"])
 def test_a_rank_that_is_killed_is_named_in_one_line(
     examples: Examples, text: Path, tmp_path: Path, wrapper: str
@@ -454,6 +484,12 @@ def test_a_new_run_keeps_earlier_metrics_and_touches_no_other_file(
     assert code == 0, errors
     assert path.with_name("metrics.jsonl.old").read_text() == earlier + '{"st'
     assert {json.loads(line)["step"] for line in path.read_text().splitlines()} == {1, 2}
+    for number in (2, 3):
+        before = path.read_text()
+        code, _, errors = examples.run(arguments(data=text, metrics=path, steps=2))
+        assert code == 0, errors
+        assert path.with_name(f"metrics.jsonl.old.{number}").read_text() == before
+    assert path.with_name("metrics.jsonl.old").read_text() == earlier + '{"st'
     for content in (b"precious", b"precious\n", b'{"step": "x"}\n', b"\xff\xfe", b"[1]\n"):
         notes.write_bytes(content)
         refused = f"or one with metrics of a run, but got {notes}, whose line 1 is no JSON object"

@@ -145,10 +145,42 @@ def test_arrays_have_their_suffix_in_any_case(tmp_path: Path) -> None:
 )
 def test_ids_that_no_vocabulary_has_are_refused(ids: np.ndarray, found: str) -> None:
     dataset = TokenDataset(ids, 4)
-    with pytest.raises(ValueError, match=rf"must be from 0 to 2\^63 - 1, but got {found}\. Check"):
+    with pytest.raises(
+        ValueError, match=rf"must be from 0 to {2**63 - 1}, but got {found}\. Check"
+    ):
         next(iter(dataset.sequential_batches(4)))
-    with pytest.raises(ValueError, match=r"must be from 0 to 2\^63 - 1, but got"):
+    with pytest.raises(ValueError, match=f"must be from 0 to {2**63 - 1}, but got"):
         dataset.get_batch(100)
+
+
+def test_ids_outside_of_the_models_vocabulary_are_refused_on_the_cpu() -> None:
+    """A GPU would end the process at the first of them, without a name."""
+    dataset = TokenDataset(np.arange(90), 4, vocab_size=80)
+    batches = dataset.sequential_batches(8)
+    assert int(next(batches)[1].max()) == 32
+    with pytest.raises(ValueError, match=r"must be from 0 to 79, but got 80\. .* and vocab_size\."):
+        list(batches)
+    TokenDataset(np.arange(90), 4, vocab_size=90).get_batch(100)
+    with pytest.raises(ValueError, match="vocab_size must be an integer"):
+        TokenDataset(np.arange(90), 4, vocab_size=80.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("suffix", ["npy", "bin"])
+def test_a_mapped_file_that_becomes_shorter_is_an_error_and_no_bus_error(
+    tmp_path: Path, suffix: str
+) -> None:
+    """Of a part of the tokens, too: the held-out end is what is lost first."""
+    path, tokens = tmp_path / f"tokens.{suffix}", np.zeros(100_000, np.uint8)
+    if suffix == "npy":
+        np.save(path, tokens)
+    else:
+        path.write_bytes(tokens.tobytes())
+    held_out = TokenDataset(open_tokens(path)[50_000:], 64)
+    held_out.get_batch(2)
+    with path.open("rb+") as file:
+        file.truncate(10_000)
+    with pytest.raises(ValueError, match=r"a mapped file of tokens must keep .*, but got 10000"):
+        held_out.get_batch(2)
 
 
 def test_targets_are_the_next_tokens() -> None:

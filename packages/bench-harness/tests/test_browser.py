@@ -286,7 +286,8 @@ def test_a_comparison_fits_its_window(
                 row = json.loads(line) | {"timeline": recorded, "waterfall": {"products": 3.0}}
                 times = [row["samples_ms"][0] * (1 + (run == "b") * number), 1.0] * 3
                 name = "a variant of very many words " * (3 * number + 1)
-                writer.append([row | {"samples_ms": times, "variant": name}])
+                row |= {"samples_ms": times, "variant": name, "started": f"in {run}"}
+                writer.append([row])
             writer.append([row | {"case_key": run, "label": "alone"}])
     assert bench("compare", "a", "b", "--page", "compare.html").returncode == 0
     scheme = DARK[:dark]

@@ -212,7 +212,7 @@ def test_a_run_stopped_then_resumed(
 def test_ctrl_c_in_the_first_seconds_ends_cleanly(
     command_line: tuple[list[str], dict[str, str]], tmp_path: Path
 ) -> None:
-    """While the fork server imports torch; Ctrl-C reaches it too."""
+    """While the fork server imports torch; Ctrl-C reaches it too, and it keeps no pipe open."""
     command, environment = command_line
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -236,10 +236,14 @@ def test_ctrl_c_in_the_first_seconds_ends_cleanly(
                 time.sleep(0.02)
             time.sleep(0.3)
             os.killpg(process.pid, signal.SIGINT)
+            process.wait(100)
+            ended = time.monotonic()
             _, errors = process.communicate(timeout=100)
+            held_s = time.monotonic() - ended
         finally:
             process.kill()
     assert (process.returncode, errors) == (130, "")
+    assert held_s < 1, "as tee sees it, which waits for the last who could write"
 
 
 @pytest.mark.parametrize(
@@ -310,7 +314,7 @@ def test_a_folder_that_turns_unusable_is_one_line(bench: Bench, tmp_path: Path) 
     assert done.stderr.count("\n") == 1
 
 
-def test_a_report_is_rebuilt_and_a_run_is_the_same_as_itself(bench: Bench, tmp_path: Path) -> None:
+def test_a_report_is_rebuilt_and_equal_samples_are_the_same(bench: Bench, tmp_path: Path) -> None:
     assert bench("toy", "--kinds", "ok,artifact", "--output", "out").returncode == 0
     (tmp_path / "out" / "report.html").unlink()
     rebuilt = bench("report", "out")
@@ -319,7 +323,11 @@ def test_a_report_is_rebuilt_and_a_run_is_the_same_as_itself(bench: Bench, tmp_p
     assert page == "Report: out/report.html"
     assert "plain takes" in said or "scatter or drift" in said
     assert "/trace.txt" in (tmp_path / "out" / "report.html").read_text()
-    same = bench("compare", "out", "out")
+    (tmp_path / "again").mkdir()
+    with (tmp_path / "again" / "results.jsonl").open("w") as file:
+        for row in rows(tmp_path / "out"):
+            file.write(json.dumps({**row, "started": "later"}) + "\n")
+    same = bench("compare", "out", "again")
     assert same.returncode == 0
     assert "4 same" in same.stdout
 
@@ -332,7 +340,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(
     (tmp_path / "b").mkdir()
     with (tmp_path / "b" / "results.jsonl").open("w") as file:
         for row in rows(tmp_path / "a"):
-            file.write(json.dumps({**row, "samples_ms": [99.0] * 20}) + "\n")
+            file.write(json.dumps({**row, "started": "later", "samples_ms": [99.0] * 20}) + "\n")
     full = "bench-harness: system: No space left on device\n"
     for options, code, error in (
         ("| head -c 1", 0, ""),
@@ -357,10 +365,11 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(
 
 
 def test_a_page_is_not_written_over_rows(bench: Bench, tmp_path: Path) -> None:
-    assert bench("toy", "--output", "a").returncode == 0
+    for name in ("a", "b"):
+        assert bench("toy", "--output", name).returncode == 0
     before = (tmp_path / "a/results.jsonl").read_bytes()
     for page in ("a/results.jsonl", "a"):
-        done = bench("compare", "a", "a", "--page", page)
+        done = bench("compare", "a", "b", "--page", page)
         message = f"bench-harness: --page must be a file NAME.html, but got {page}. Add .html.\n"
         assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
     assert (tmp_path / "a/results.jsonl").read_bytes() == before

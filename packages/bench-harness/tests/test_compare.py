@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import tracemalloc
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def store(
                 "label": f"toy {name}",
                 "status": "ok",
                 "environment": environment,
-                "started": "t0",
+                "started": f"in {folder.name}",
                 "commit": None,
                 "seconds": 1.0,
                 "config": {},
@@ -106,9 +107,28 @@ def test_a_row_that_its_case_lacks_in_the_other_run_is_named(tmp_path: Path) -> 
     assert Gate.parse("slower").failures(found) == ["1 case in one run alone"]
 
 
-def test_a_run_is_the_same_as_itself(tmp_path: Path) -> None:
-    a = store(tmp_path / "a", {"one": 10.0})
-    assert {str(each.verdict) for each in compare(a, a).rows} == {"same, sure"}
+def test_equal_samples_are_the_same(tmp_path: Path) -> None:
+    a, b = (store(tmp_path / name, {"one": 10.0}) for name in "ab")
+    assert {str(each.verdict) for each in compare(a, b).rows} == {"same, sure"}
+
+
+def test_a_run_beside_itself_or_its_copy_passes_no_gate(bench: Bench, tmp_path: Path) -> None:
+    """As where a cached baseline lies in the output folder, and nothing is left to measure."""
+    a = store(tmp_path / "a", {"one": 10.0, "two": 10.0})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    more = store(tmp_path / "more", {"three": 10.0}).results
+    with (tmp_path / "b" / "results.jsonl").open("a") as file:
+        file.write(more.read_text())
+    for other in ("a", "b", "./a/"):
+        done = bench("compare", "a", other, "--fail-on", "slower")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(
+            "bench-harness: A and B must be two measurements, but got the same one for 4 of 4 rows."
+        )
+    with (tmp_path / "a" / "results.jsonl").open("a") as file:
+        file.write(store(tmp_path / "again", {"three": 11.0}).results.read_text())
+    with pytest.raises(ComparisonError, match="the same one for 4 of 6 rows"):
+        compare(a, Store(tmp_path / "b"))
 
 
 def test_two_samples_decide_nothing(bench: Bench, tmp_path: Path) -> None:
@@ -346,8 +366,9 @@ def test_a_page_says_what_nobody_can_tell_and_leaves_out_a_wrong_timeline(
     assert "<h1>Cannot tell whether B is faster or slower than A: " in page
     assert "Could not be shown: timeline must hold the ranks of a step" in page
     assert "<dd>fails<small>2 rows not sure" in page
-    store(tmp_path / "c", {"one": 10.0})
-    assert bench("compare", "c", "c", "--page", "page.html").returncode == 0
+    for name in ("c", "d"):
+        store(tmp_path / name, {"one": 10.0})
+    assert bench("compare", "c", "d", "--page", "page.html").returncode == 0
     assert "<h1>B takes as long as A: 10" in (tmp_path / "page.html").read_text()
 
 
@@ -407,7 +428,8 @@ def test_a_comparison_is_printed_for_machines_and_for_pull_requests(
     text = bench("compare", "a", "b", "--markdown").stdout
     assert text.startswith("2 same, sure, 2 slower, sure\n\n| case |")
     assert "toy two" not in text
-    assert bench("compare", "a", "a", "--markdown").stdout == "4 same, sure\n"
+    store(tmp_path / "c", {"one": 10.0, "two": 10.0})
+    assert bench("compare", "a", "c", "--markdown").stdout == "4 same, sure\n"
 
 
 def test_the_terminal_shows_a_label_once_and_a_line_for_each_row(

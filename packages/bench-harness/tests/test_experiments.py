@@ -186,7 +186,7 @@ def test_a_large_model_on_few_cores_is_expected_to_take_minutes(monkeypatch):
         device="cpu", sizes=("custom",), d_model=32, d_ff=64, num_layers=1, num_heads=2
     )
     assert 300 < model.work_s(large) < 1200
-    assert model.work_s(small) == 5
+    assert model.work_s(small) == pytest.approx(6.6, abs=0.1)
 
 
 def test_model_forward_only_runs_nothing_else(run):
@@ -363,7 +363,7 @@ def test_a_model_that_no_cpu_memory_holds_is_skipped_before_it_is_built(monkeypa
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=20e9))
     experiment = experiments.get("model")
     large, small = experiment.cases(device="cpu", sizes=("2.7B", "small"), sequences=(128,))
-    told = "needs about 54 GB beside activations, but this machine has 20 GB"
+    told = "needs about 55 GB beside activations, but this machine has 20 GB"
     assert told in str(experiment.missing(large))
     assert experiment.missing(small) is None
     with pytest.raises(experiments.CaseSkipped, match=told):

@@ -145,6 +145,49 @@ def test_a_custom_size_needs_every_dimension(experiment: str) -> None:
         options.build(experiments.get(experiment), given)
 
 
+@pytest.mark.parametrize("experiment", ["model", "memory", "train-step", "profile"])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"sizes": ["small"], "d_model": 32, "num_heads": 3}, "d_model=32 and num_heads=3"),
+        ({"sizes": ["xl", "small"], "d_model": 1600}, "d_model=1600 and num_heads=12"),
+        (
+            {"sizes": ["custom"], "d_model": 6, "num_heads": 2, "d_ff": 8, "num_layers": 1},
+            "d_model=6 and num_heads=2",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide_the_width_are_refused_before_anything_is_measured(
+    experiment: str, given: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{experiment}: num_heads must divide d_model .*{found}"):
+        options.build(experiments.get(experiment), given)
+
+
+def test_options_that_would_have_no_effect_beside_each_other_are_refused() -> None:
+    train_step = experiments.get("train-step")
+    for given, text in (
+        ({"alone": True, "nsight": True}, "alone, which times nothing, must come without nsight"),
+        ({"alone": True, "profiled": True}, "alone, which .* without profiled, but got both"),
+        ({"nsight": True, "all_reduces": True}, "nsight, which .* without all_reduces"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            options.build(train_step, given)
+    options.build(train_step, {"profiled": True, "all_reduces": True})
+    with pytest.raises(ValueError, match=r"memory: modes must hold step beside second_step"):
+        options.build(experiments.get("memory"), {"modes": ["forward"], "second_step": True})
+
+
+def test_without_a_gpu_a_case_of_ranks_on_gpus_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not measured on 0 ranks."""
+    monkeypatch.setattr(distributed, "gpu_count", lambda: 0)
+    monkeypatch.setattr("bench_harness.experiments.base.gpu_count", lambda: 0)
+    for name in ("allreduce", "train-step"):
+        experiment = experiments.get(name)
+        (case,) = experiment.cases(device="cuda")
+        assert "must have 1 CUDA device, but got 0" in str(experiment.missing(case))
+
+
 def test_every_option_has_a_parameter_with_its_default(toy: Experiment) -> None:
     parameters = {each.name: each for each in options.parameters(toy)}
     assert list(parameters) == ["kinds", "repeats", "seconds", "note", "flag", "broken_report"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from bench_harness import experiments, session
+from bench_harness import experiments, runner, session
 from bench_harness.core import Case
 from bench_harness.process import Outcome
 from bench_harness.runner import Planned
@@ -78,6 +78,51 @@ def test_what_a_case_takes_is_known_before_its_first_run(
     assert session.measure(request, Console(file=io.StringIO(), width=80), tables=False)
     assert "by calculation" not in dry_run(toy)
     assert "to run, about " in dry_run(toy), "as the run before"
+
+
+SMALL: dict[str, Any] = {"sizes": ("small",), "device": "cpu"}
+TWO_RANKS: dict[str, Any] = {"world_sizes": (2,), "variants": ("flat", "bucketed"), "device": "cpu"}
+CUSTOM: dict[str, Any] = {
+    "sizes": ("custom",),
+    "d_model": 256,
+    "d_ff": 1024,
+    "num_layers": 4,
+    "num_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "took"),
+    [
+        ("memory", {**SMALL, "sequences": (128,), "modes": ("forward",)}, 1.8),
+        ("memory", {**SMALL, "sequences": (128,), "modes": ("step",)}, 4.1),
+        ("memory", {**SMALL, "sequences": (512,), "modes": ("forward",)}, 4.0),
+        ("memory", {**SMALL, "sequences": (512,), "modes": ("step",)}, 11.4),
+        ("memory", {**CUSTOM, "device": "cpu", "sequences": (128,), "modes": ("step",)}, 0.7),
+        ("profile", {**SMALL, "sequences": (128,)}, 13.9),
+        ("profile", {**SMALL, "sequences": (512,)}, 87.4),
+        ("profile", {**CUSTOM, "device": "cpu", "sequences": (128,)}, 1.6),
+        ("train-step", {**CUSTOM, **TWO_RANKS, "sequences": (64,)}, 45.0),
+        (
+            "train-step",
+            {**SMALL, **TWO_RANKS, "batches": (1,), "sequences": (64,)}
+            | {"rounds": 1, "blocks": 2, "calls": 1, "warmup": 1, "interval": 0.0},
+            30.0,
+        ),
+    ],
+)
+def test_what_cases_take_on_a_cpu_is_known_within_a_factor_of_two(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], took: float
+) -> None:
+    """As measured on two cores; of training steps, half of what two busy programs needed."""
+    monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    precisions = {"precisions": ("fp32",)} if name == "memory" else {}
+    (found,) = experiments.get(name).cases(**{**options, **precisions})
+    seconds = runner._expected_s(found)
+    print(f"{seconds:.1f} s expected, {took} s taken")
+    assert seconds is not None
+    assert 0.5 * took <= seconds <= 2 * took
 
 
 @pytest.mark.parametrize(

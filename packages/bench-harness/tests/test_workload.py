@@ -1,7 +1,11 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
+from basics_model import ModelConfig
 from bench_harness.core import CaseSkipped
 from bench_harness.training.adapters import Parameters, make_optimizer
 from bench_harness.training.constructors import Call
@@ -34,6 +38,24 @@ def test_named_sizes_and_overrides():
     assert shape_row(xl)["parameters"] == 1_998_235_200
     shallow = language_model_config({"size": "xl", "sequence": 128, "num_layers": 2})
     assert (shallow.num_layers, shallow.d_model) == (2, 1600)
+
+
+def test_dimensions_are_known_without_torch():
+    """Of named and of custom sizes: for what a case takes, and whether its dimensions fit."""
+    program = (
+        "import sys\n"
+        "from bench_harness.workload import billions, blocks\n"
+        "sizes = ('xl', 'small')\n"
+        "print([billions({'size': size, 'sequence': 1}) for size in sizes])\n"
+        f"print(1e9 * billions({TINY}), blocks({TINY}), billions({{'model': 'a:b'}}))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    own = language_model_config(TINY)
+    assert isinstance(own, ModelConfig)
+    assert done.stdout == f"[1.9982352, 0.128625408]\n{float(own.num_parameters)} 1 0.0\n"
 
 
 def test_the_batch_depends_on_its_seed_and_the_parameters_on_theirs():

@@ -67,9 +67,9 @@ class CapturedStep(Generic[Outputs]):
         stream = torch.cuda.current_stream()
         if stream == torch.cuda.default_stream():
             raise CaptureError(
-                "a step must be recorded on the stream that its first calls ran on, which must not "
-                "be the default stream, but got the default stream. Call "
-                "torch.cuda.set_stream(torch.cuda.Stream()) before the model's first forward."
+                "a step must be recorded on the stream of its first calls, which must not be the "
+                "default stream. Call torch.cuda.set_stream(torch.cuda.Stream()) before the "
+                "model's first forward."
             )
         self._after_replay = after_replay
         self._inputs = [given.clone() for given in inputs]
@@ -102,8 +102,7 @@ class CapturedStep(Generic[Outputs]):
 
 def check_inputs(recorded: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Raises ValueError unless the given tensors are like the recorded ones."""
-    expected = [(tuple(each.shape), each.dtype) for each in recorded]
-    found = [(tuple(each.shape), each.dtype) for each in given]
+    expected, found = ([(tuple(x.shape), x.dtype) for x in each] for each in (recorded, given))
     if found != expected:
         raise ValueError(
             f"a recorded step takes inputs of the recorded shapes and dtypes {expected}, but got "

@@ -34,10 +34,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets torch's default generators to a state from :func:`rng_state`.
-
-    CUDA states are set on as many devices as this machine has of them.
-    """
+    """Sets torch's default generators to one of :func:`rng_state`, on as many GPUs as there are."""
     torch.set_rng_state(state["cpu"].cpu())
     for device, generator in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(generator.cpu(), device)

@@ -6,6 +6,7 @@ no conversion. Files of wider tokens, made by any tokenizer, work the same way.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -109,10 +110,13 @@ class TokenDataset:
         context_length: tokens per window.
         seed: selects the order.
         rank, world_size: which share of every batch is this process's.
+        vocab_size: the model's. Batches with other token ids are refused while they are on the CPU,
+            because a GPU ends the process at one.
 
     Raises:
         ValueError: tokens that are not (length,) integers, or no more than ``context_length``;
-            counts out of range; from batches: token ids below 0 or from 2^63 on.
+            counts out of range; from batches: token ids below 0 or from ``vocab_size`` on, or a
+            mapped file that became shorter.
     """
 
     tokens: npt.NDArray[Any]
@@ -121,12 +125,13 @@ class TokenDataset:
     seed: int = 0
     rank: int = 0
     world_size: int = 1
+    vocab_size: int = 2**63
     position: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         _check_tokens(np.asarray(self.tokens))
         require_integer("context_length", self.context_length, least=1)
-        for name in ("seed", "rank", "world_size"):
+        for name in ("seed", "rank", "world_size", "vocab_size"):
             require_integer(name, getattr(self, name), least=0)
         if self.context_length >= len(self.tokens):
             raise ValueError(
@@ -182,16 +187,22 @@ class TokenDataset:
         self.seed = int(state["seed"])
         self.position = int(state["position"])
 
-    def _windows(
-        self, starts: npt.NDArray[np.int64], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+    def _windows(self, starts: npt.NDArray[Any], device: torch.device) -> tuple[Tensor, Tensor]:
+        mapped: Any = self.tokens
+        while isinstance(mapped, np.ndarray):
+            mapped = mapped.base
+        if isinstance(mapped, mmap.mmap) and mapped.size() < len(mapped):  # reading would kill us
+            raise ValueError(
+                f"a mapped file of tokens must keep {len(mapped)} bytes, but got {mapped.size()}."
+            )
         span = self.context_length + 1
         rows = np.stack([self.tokens[start : start + span] for start in starts])
         windows = torch.from_numpy(rows.astype(np.int64))  # [batch, context + 1]
-        if int(windows.min()) < 0:  # also from 2^63 on, where uint64 wraps around
+        outside = windows.clamp(0, self.vocab_size - 1) != windows  # uint64 wraps around at 2^63
+        if bool(outside.any()):
             raise ValueError(
-                "token ids must be from 0 to 2^63 - 1, but got "
-                f"{rows.flat[int(windows.argmin())]}. Check the tokens and their dtype."
+                f"token ids must be from 0 to {self.vocab_size - 1}, but got "
+                f"{rows[outside.numpy()][0]}. Check the tokens, their dtype and vocab_size."
             )
         if device.type == "cuda":
             windows = windows.pin_memory()

@@ -19,8 +19,7 @@ import torch
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields the path of a temporary file, which replaces ``path`` after the block.
 
-    If the block or the replacement fails, ``path`` is what it was before, and an error of the
-    system becomes an OSError that names ``path``. A kill may leave ``.NAME.tmp`` beside ``path``.
+    An error of the system becomes an OSError that names ``path``. A kill may leave ``.NAME.tmp``.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -123,19 +123,13 @@ def model_config(name: SizeName, **changes: Unpack[ConfigChanges]) -> ModelConfi
 def model_flops(config: ModelConfig, batch: int, seq: int) -> int:
     """Returns the floating-point operations of the matrix products in one forward pass.
 
-    A product of (m, k) and (k, n) takes 2·m·k·n operations. With N = batch·seq tokens:
-
-    - query, key, value and output projections: 4 products (N, d_model) × (d_model, d_model);
-    - scores and weighted values: per sequence 2 products whose heads together span d_model,
-      (seq, d_model) × (d_model, seq), counted in full although the mask discards half;
-    - feed-forward: 3 products (N, d_model) × (d_model, d_ff), in either direction;
-    - LM head: (N, d_model) × (d_model, vocab_size).
-
-    Backward computes two products for each of forward's, so a step takes three times this number.
+    A product of (m, k) and (k, n) takes 2·m·k·n operations. Scores and weighted values are counted
+    in full, although the mask discards half. Backward computes two products for each of forward's,
+    so a step takes three times this number.
     """
     tokens = batch * seq
-    projections = 8 * tokens * config.d_model**2
-    attention = 4 * tokens * seq * config.d_model
-    feed_forward = 6 * tokens * config.d_model * config.d_ff
+    projections = 4 * 2 * tokens * config.d_model * config.d_model  # query, key, value, output
+    attention = 2 * 2 * tokens * seq * config.d_model  # scores, weighted values; of all heads
+    feed_forward = 3 * 2 * tokens * config.d_model * config.d_ff  # gate, up, down
     head = 2 * tokens * config.d_model * config.vocab_size
     return config.num_layers * (projections + attention + feed_forward) + head

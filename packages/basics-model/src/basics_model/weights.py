@@ -66,8 +66,8 @@ def load_safetensors(
     Raises:
         ImportError: the package safetensors is not installed.
         OSError: the file is missing or cannot be read.
-        ValueError: the file is damaged or another one, has no valid configuration, or holds other
-            tensors than a model of its configuration. The message names file and cause.
+        ValueError: the file, which is named, is damaged, of another kind, or of no configuration
+            that its tensors fit.
     """
     safetensors = _import_safetensors()
     with (

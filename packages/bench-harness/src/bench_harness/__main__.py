@@ -62,6 +62,8 @@ def run() -> None:
         code = 130
     # Ctrl-C, or a second one, must not interrupt what ends with the interpreter.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code == 130 and "bench_harness.process" in sys.modules:
+        sys.modules["bench_harness.process"].end_server()
     sys.exit(code)
 
 

@@ -167,7 +167,8 @@ def compare(
         across_hardware: compare rows of different environments too; none of them is sure.
 
     Raises:
-        ComparisonError: the runs share no row, or hold rows of different environments.
+        ComparisonError: the runs share no row, hold rows of different environments, or the same
+            measurement, as a run and its copy do.
         StoreError: a run cannot be read.
     """
     for run in (run_a, run_b):
@@ -182,6 +183,12 @@ def compare(
             f"{run_a.folder} and {run_b.folder} must have {what} in common, but got none"
             f"{f' ({damaged} damaged lines were left out)' * (damaged > 0)}. Run both with the "
             "same options."
+        )
+    copies = sum(rows_a[i]["started"] == rows_b[i]["started"] for i in shared)
+    if copies:
+        raise ComparisonError(
+            f"A and B must be two measurements, but got the same one for {copies} of "
+            f"{len(shared)} rows. Measure B into a folder of its own."
         )
     pairs = {(rows_a[i]["environment"], rows_b[i]["environment"]) for i in shared}
     known = {**run_a.environments(), **run_b.environments()}

@@ -10,8 +10,8 @@ from bench_harness.environment import gpu_count
 
 
 def default_world_size(device: str) -> int:
-    """Two ranks, or one where there is a single GPU."""
-    return min(2, gpu_count()) if device == "cuda" else 2
+    """Two ranks, or one where there is a single GPU, or none, which skips the case."""
+    return max(1, min(2, gpu_count())) if device == "cuda" else 2
 
 
 def run_on_ranks(

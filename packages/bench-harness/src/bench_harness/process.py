@@ -106,6 +106,14 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
+def end_server() -> None:
+    """Kills the fork server: until it has imported torch, it would keep standard output open."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if "multiprocessing.forkserver" in " ".join(child.cmdline()):
+                child.kill()
+
+
 def call(
     function: Callable[..., JsonValue],
     *args: Any,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from scipy import stats
@@ -96,16 +97,7 @@ def ratio_interval(
     The two are resampled independently: rounds are interleaved, but not paired.
     """
     top, bottom = np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)
-    ratio = float(np.median(top) / np.median(bottom))
-    if min(top.size, bottom.size) < 3 or (np.ptp(top) == 0 and np.ptp(bottom) == 0):
-        same = ratio if min(top.size, bottom.size) >= 3 else None
-        return ratio, same, same
-    if max(top.size, bottom.size) > MANY:
-        rng = np.random.default_rng(0)
-        return ratio, *_percentiles(_drawn_medians(top, rng) / _drawn_medians(bottom, rng))
-    return ratio, *_bootstrap(
-        lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis), top, bottom
-    )
+    return float(np.median(top) / np.median(bottom)), *_interval(top, bottom)
 
 
 def with_summary(rows: pd.DataFrame) -> pd.DataFrame:
@@ -140,14 +132,6 @@ def _known(samples: tuple[float, ...]) -> Summary:
     return summarize(samples)
 
 
-def separated(first: Sequence[float], second: Sequence[float]) -> bool:
-    """Whether two samples surely come from different distributions: Mann–Whitney's test at 1 %.
-
-    It assumes no distribution, and so few samples as four on each side never satisfy it.
-    """
-    return bool(stats.mannwhitneyu(first, second).pvalue < 0.01)
-
-
 def _drawn_medians(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Medians of bootstrap resamples, at the cost of one sort.
 
@@ -160,33 +144,29 @@ def _drawn_medians(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return drawn
 
 
-def _percentiles(drawn: np.ndarray) -> tuple[float, float]:
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = np.percentile(drawn, [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def _interval(values: np.ndarray) -> tuple[float | None, float | None]:
-    if values.size < 3:
+def _interval(*samples: np.ndarray) -> tuple[float | None, float | None]:
+    """The percentile interval of a median, or of the ratio of two; None below three samples."""
+    of_medians = functools.partial(functools.reduce, operator.truediv)
+    sizes = [values.size for values in samples]
+    if min(sizes) < 3:
         return None, None
-    if np.ptp(values) == 0:
-        return float(values[0]), float(values[0])
-    if values.size > MANY:
-        return _percentiles(_drawn_medians(values, np.random.default_rng(0)))
-    return _bootstrap(np.median, values)
-
-
-def _bootstrap(statistic: Callable[..., Any], *samples: np.ndarray) -> tuple[float, float]:
-    """The percentile interval of a statistic of one or more samples."""
-    interval = stats.bootstrap(
-        samples,
-        statistic,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return float(interval.low), float(interval.high)
+    if not any(map(np.ptp, samples)):
+        same = float(of_medians([np.median(values) for values in samples]))
+        return same, same
+    rng = np.random.default_rng(0)
+    if max(sizes) > MANY:
+        drawn, tail = [_drawn_medians(values, rng) for values in samples], 50 * (1 - CONFIDENCE)
+        low, high = np.percentile(of_medians(drawn), [tail, 100 - tail])
+    else:
+        low, high = stats.bootstrap(
+            samples,
+            lambda *drawn, axis: of_medians([np.median(values, axis=axis) for values in drawn]),
+            n_resamples=RESAMPLES,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=rng,
+        ).confidence_interval
+    return float(low), float(high)
 
 
 def _drift(values: np.ndarray) -> float:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 #: How :func:`bench_harness.ranks.launch` begins the words of a rank.
 _RANK = re.compile(r"rank (\d+): ")
+_NUMBER = re.compile(r"-?([\d.]+(e[+-]?\d+)?|inf|nan)")
 STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
 
 
@@ -309,7 +310,7 @@ def _fitting(table: Table, console: Console) -> list[Grid]:
         grid = Grid(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for name in names:
             values = columns[name]
-            numeric = all(value == "" or _is_number(value) for value in values)
+            numeric = all(not value or _NUMBER.fullmatch(value) for value in values)
             width = _column_width(name, values) - 3
             grid.add_column(
                 name, justify="right" if numeric else "left", width=width, overflow="fold"
@@ -329,14 +330,6 @@ def _column_width(name: str, values: Sequence[str]) -> int:
 
 def _width(frame: pd.DataFrame, cell: Callable[[Any], str]) -> int:
     return sum(_column_width(str(name), [cell(v) for v in frame[name]]) for name in frame.columns)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def comparisons(found: Comparisons, console: Console, failures: Sequence[str] | None) -> None:

@@ -91,11 +91,16 @@ def identified(cases: Sequence[Case]) -> list[Case]:
     for case in cases:
         if names := _names(case):
             subject = {name: case.config[name] for name in SUBJECT if name in case.config}
-            device = case.config.get("device", "cpu")
-            calls = _calls(case)
-            asked = json.dumps([names, subject, device, calls], sort_keys=True)
+            given = names, subject, case.config.get("device", "cpu"), _calls(case)
+            asked = json.dumps(given, sort_keys=True)
             if asked not in known:
-                known[asked] = _asked(names, subject, device, calls)
+                try:  # in a process of its own: this one never imports torch
+                    known[asked] = process.asked(_look_at, *given, timeout_s=_LIMIT_S)
+                except TimeoutError:
+                    raise ValueError(
+                        f"{', '.join(names)} must be imported, made and called once within "
+                        f"{_LIMIT_S:g} s, but took longer. Correct what hangs."
+                    ) from None
             config = {**case.config, "user_code": known[asked]}
             case = dataclasses.replace(case, config=config)
         found.append(case)
@@ -132,21 +137,6 @@ def _check_signature(role: str, call: Row) -> None:
             f"{role} {name} must be given arguments that it takes ({takes}), but got "
             f"{', '.join(given) or 'none'}: {error}. Correct them."
         ) from None
-
-
-def _asked(
-    names: Sequence[str], subject: Row, device: str, calls: Sequence[tuple[str, Row]]
-) -> Row:
-    """What :func:`_look_at` finds, in a process of its own: this one never imports torch."""
-    try:
-        given = list(names), subject, device, list(calls)
-        found: Row = process.asked(_look_at, *given, timeout_s=_LIMIT_S)
-    except TimeoutError:
-        raise ValueError(
-            f"{', '.join(names)} must be imported, made and called once within {_LIMIT_S:g} s, but "
-            "took longer. Correct what hangs."
-        ) from None
-    return found
 
 
 def _look_at(

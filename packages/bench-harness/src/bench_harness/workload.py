@@ -9,11 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
+import os
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from bench_harness.core import CaseSkipped, Config
@@ -29,19 +33,28 @@ DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")
 PRECISIONS = ("fp32", "tf32", "bf16")
 ATTENTIONS = ("naive", "sdpa", "flash")
 
-#: Parameters of the sizes, rounded, and blocks: without torch, for what a case may take.
-_BILLIONS = dict(zip(SIZES, (0.13, 0.42, 0.97, 2.0, 3.4, 3.4, 12.8, 8.1, 0.0), strict=True))
-_BLOCKS = dict(zip(SIZES, (12, 24, 36, 48, 32, 32, 50, 34, 0), strict=True))
+
+@cache
+def _sizes_alone() -> Any:
+    """What basics-model's module of sizes holds, without torch, which its package imports."""
+    package: Any = importlib.util.find_spec("basics_model")
+    return SimpleNamespace(**runpy.run_path(str(Path(package.origin).with_name("sizes.py"))))
 
 
 def billions(config: Config) -> float:
-    """About how many 10⁹ parameters a case's language model has; 0 where nothing is known."""
-    return _BILLIONS.get(config.get("size", ""), 0.0)
+    """How many 10⁹ parameters a case's language model has; 0 for a user's model."""
+    return language_model_config(config).num_parameters / 1e9 if "size" in config else 0.0
 
 
 def blocks(config: Config) -> int:
-    """How many blocks a case's language model has; 0 where nothing is known."""
-    return int(config.get("num_layers") or _BLOCKS.get(config.get("size", ""), 0))
+    """How many blocks a case's language model has; 0 for a user's model."""
+    return language_model_config(config).num_layers if "size" in config else 0
+
+
+def cpu_seconds(config: Config, passes: float) -> float:
+    """About how long so many forward passes take on CPU cores of 80 GFLOP/s; a backward is two."""
+    tokens = config.get("batch", 0) * config.get("sequence", 0)
+    return 2 * billions(config) * float(tokens) * passes / (80 * (os.cpu_count() or 1))
 
 
 def too_large(config: Config) -> str | None:
@@ -282,17 +295,18 @@ def imported(name: str, what: str) -> Any:
 
 
 def language_model_config(config: Config) -> ModelConfig:
-    """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly."""
-    import basics_model
+    """The model of a case: its ``size``, with any of :data:`DIMENSIONS` given explicitly.
 
-    given = {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
-    context, vocabulary = int(config["sequence"]), int(config.get("vocab_size", 10_000))
-    if config["size"] != "custom":
-        base = basics_model.model_config(
-            config["size"], vocab_size=vocabulary, context_length=context
-        )
-        given = {name: getattr(base, name) for name in DIMENSIONS} | given
-    return basics_model.ModelConfig(vocab_size=vocabulary, context_length=context, **given)
+    Raises:
+        ValueError: dimensions that do not fit together.
+    """
+    names = (*DIMENSIONS, "vocab_size")
+    given = {name: config[name] for name in names if config.get(name) is not None}
+    given["context_length"] = config.get("sequence", 1)
+    sizes: Any = sys.modules.get("basics_model.sizes") or _sizes_alone()
+    named = partial(sizes.model_config, config["size"])
+    made: ModelConfig = (sizes.ModelConfig if config["size"] == "custom" else named)(**given)
+    return made
 
 
 def language_model(

@@ -96,13 +96,8 @@ class Problem:
         """The problem as flashattn-triton describes it, without tensors."""
         from flashattn_triton.problem import new_problem
 
-        return new_problem(
-            head_dim=self.head_dim,
-            causal=self.causal,
-            window=self.window,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
-        )
+        names = ("head_dim", "causal", "window", "softcap", "deterministic")
+        return new_problem(**{name: getattr(self, name) for name in names})
 
     def settings(self, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of an implementation: ``causal``, and what is not the default."""
@@ -132,20 +127,11 @@ class Problem:
 
     def flops(self, name_of_pass: str) -> int:
         """Operations of a pass; hidden scores are not counted."""
+        names = ("batch", "heads", "head_dim", "value_head_dim", "causal", "window")
+        shared = {name: getattr(self, name) for name in names}
+        lengths = self.lengths or (self.sequence,)
         forward, backward = (
-            sum(
-                attention_flops(
-                    self.batch,
-                    self.heads,
-                    length,
-                    self.head_dim,
-                    value_head_dim=self.value_head_dim,
-                    causal=self.causal,
-                    window=self.window,
-                    backward=is_backward,
-                )
-                for length in self.lengths or (self.sequence,)
-            )
+            sum(attention_flops(**shared, sequence=each, backward=is_backward) for each in lengths)
             for is_backward in (False, True)
         )
         return of_pass(name_of_pass, forward, backward)

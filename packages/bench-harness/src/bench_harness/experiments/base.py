@@ -32,7 +32,7 @@ from bench_harness.core import (
 )
 from bench_harness.environment import gpu_count, resolve_device
 from bench_harness.traces import nsight
-from bench_harness.workload import DIMENSIONS, too_large
+from bench_harness.workload import DIMENSIONS, language_model_config, too_large
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -112,6 +112,9 @@ class SubjectOptions(DeviceOptions):
                 f"size 'custom' must come with {', '.join(DIMENSIONS)}, but got none for "
                 f"{', '.join(missing)}. Give them."
             )
+        if self.model is None:
+            for subject in self.subjects(getattr(self, "sizes", ()), (1,), (1,)):
+                language_model_config(subject)  # refuses dimensions that do not fit together
         for name in ("model_args", "target"):
             if self.model is None and getattr(self, name) is not None:
                 raise ValueError(

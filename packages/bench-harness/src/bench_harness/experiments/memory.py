@@ -26,6 +26,7 @@ from bench_harness.workload import (
     PRECISIONS,
     SIZES,
     billions,
+    cpu_seconds,
     device_of,
     language_model_config,
     shape_row,
@@ -85,6 +86,13 @@ class Options(SubjectOptions):
     second_step: bool = option(
         False, "Record the second step of training, which begins with the optimizer's state."
     )
+
+    def __post_init__(self) -> None:
+        SubjectOptions.__post_init__(self)
+        if self.second_step and "step" not in self.modes:
+            raise ValueError(
+                f"modes must hold step beside second_step, but got {self.modes}. Add it."
+            )
 
 
 class Memory(Experiment):
@@ -151,7 +159,10 @@ class Memory(Experiment):
 
     def work_s(self, case: Case) -> float:
         """By the size of the model, and what is run."""
-        return 0.7 + (0.4 if case.config["mode"] == "forward" else 0.69) * billions(case.config)
+        config, size, forward = case.config, billions(case.config), case.config["mode"] == "forward"
+        if config["device"] == "cpu":
+            return 0.5 + (5 if forward else 9) * size + cpu_seconds(config, 1 if forward else 3)
+        return 0.7 + (0.4 if forward else 0.69) * size
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Peaks beside predictions, what is kept for backward, the largest allocations."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +21,7 @@ from bench_harness.workload import (
     billions,
     blocks,
     compute_dtype,
+    cpu_seconds,
     device_of,
     language_model_config,
     precision_context,
@@ -156,10 +156,9 @@ class Model(Experiment):
         compiled = sum(each["execution"] == "compiled" for each in variants)
         triton = sum(each["attention"] == "flash" for each in variants)
         steps = len(variants) * (1 + len(config["modes"])) / 4
-        if config["device"] == "cpu":  # whose cores compute about 20 GFLOP/s each
-            tokens = config.get("batch", 0) * config.get("sequence", 0)
-            each = 9 + 0.7 * tokens * (config["warmup"] + config["samples"]) / (os.cpu_count() or 1)
-            return float(2 + steps * (3 + each * billions(config)) + 40 * compiled)
+        if config["device"] == "cpu":
+            sampled = cpu_seconds(config, 12.5 * (config["warmup"] + config["samples"]))
+            return float(2 + steps * (3 + 9 * billions(config) + sampled) + 40 * compiled)
         steps *= 1 + 9 * billions(config)
         return float(0.8 + steps + 5 * triton + (20 + 1.8 * blocks(config)) * compiled)
 

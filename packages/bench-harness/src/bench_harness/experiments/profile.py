@@ -19,6 +19,7 @@ from bench_harness.workload import (
     SIZES,
     billions,
     blocks,
+    cpu_seconds,
     device_of,
     language_model_config,
     shape_row,
@@ -121,6 +122,9 @@ class Profile(Experiment):
         config = case.config
         tokens = float(config.get("batch", 0) * config.get("sequence", 0))
         nsight = 10.0 if config["tool"] == "nsight" else 0.0
+        if config["device"] == "cpu":  # where the scores of attention take as long as products
+            passes = 4 * (1 + config["warmup"]) * (1 + config.get("sequence", 0) / 512)
+            return 1.5 + 9 * billions(config) + cpu_seconds(config, passes)
         return 1.1 + 0.14 * blocks(config) + billions(config) * tokens / 1400 + nsight
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -182,7 +186,10 @@ class Profile(Experiment):
         phases = done[done["kind"] == "phase"]
         panels = {
             phase: [
-                Bar(row["label"].removeprefix("profile "), _by_kind(row))
+                Bar(
+                    row["label"].removeprefix("profile "),
+                    {kind: float(row[_column(kind)]) for kind in _KINDS if row[_column(kind)] > 0},
+                )
                 for _, row in phases[phases["phase"] == phase].iterrows()
             ]
             for phase in PHASES
@@ -200,10 +207,6 @@ class Profile(Experiment):
             note = f"{done['spans'].dropna().iloc[0]}; phases are synchronised."
             made.append(Figure("profile_timeline", title, timelines(lines), note))
         return made
-
-
-def _by_kind(row: pd.Series[Any]) -> dict[str, float]:
-    return {kind: float(row[_column(kind)]) for kind in _KINDS if row[_column(kind)] > 0}
 
 
 def _column(kind: str) -> str:

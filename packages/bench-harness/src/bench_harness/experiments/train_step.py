@@ -18,7 +18,7 @@ from bench_harness.experiments.base import Experiment, SubjectOptions, subject_l
 from bench_harness.timing import SamplingOptions
 from bench_harness.traces.step import OPTIMIZER, PARTS
 from bench_harness.training import settings as of
-from bench_harness.workload import PRECISIONS, SIZES, billions
+from bench_harness.workload import PRECISIONS, SIZES, billions, cpu_seconds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -124,6 +124,13 @@ class Options(SubjectOptions, SamplingOptions):
                 f"loss must be package.module:function beside model, but got {self.loss!r}, which "
                 "describes the built-in language model. Leave it out, or name a function."
             )
+        kinds = ("alone", "nsight", "profiled", "all_reduces")
+        asked = [name for name in kinds if getattr(self, name)]
+        if asked[1:] and asked[0] in kinds[:2]:
+            raise ValueError(
+                f"{asked[0]}, which times nothing, must come without {asked[1]}, but got both. "
+                "Leave one out."
+            )
         of.labels(self.settings())
 
     def settings(self) -> list[of.Settings]:
@@ -202,8 +209,12 @@ class TrainStep(Experiment):
     def work_s(self, case: Case) -> float:
         """By variants, each built, proven and compiled, and their rounds of so many tokens."""
         config, count = case.config, len(case.config["variants"])
-        if config["device"] == "cpu":
-            return float(2 + count * (0.2 * config["rounds"] + 5 * billions(config)))
+        if config["device"] == "cpu":  # whose ranks share its cores
+            rounds, ranks = (0, 1) if config["alone"] else (config["rounds"], config["world_size"])
+            steps = 2 + rounds * (config["warmup"] + config["blocks"] * config["calls"])
+            moved = 10 * billions(config) * (steps + 2 * rounds)  # optimizer, all-reduces, builds
+            each = 0.2 * rounds + moved + cpu_seconds(config, 3 * ranks * steps)
+            return float(2 + count * each)
         if config["alone"]:
             return 4.0 * count
         fast = 4200 if config["variants"][0]["precision"] == "fp32" else 20000

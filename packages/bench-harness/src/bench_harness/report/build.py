@@ -115,11 +115,10 @@ def build(store: Store) -> Report:
     store.check_is_run()
     loaded = store.load()
     if not loaded.rows:
-        wrong = "".join(f": line {n} is damaged, {why}" for n, why in loaded.damaged.items())
-        raise StoreError(
-            f"{store.results} must hold a complete case, but got none{wrong[:100]}. Let a case of "
-            "the run end."
-        )
+        wrong = [f": line {n} is damaged, {why}" for n, why in loaded.damaged.items()]
+        remedy = "Correct the rows, or measure again." if wrong else "Let a case of the run end."
+        text = f"{store.results} must hold a complete case, but got none{''.join(wrong[:2])}"
+        raise StoreError(f"{text}. {remedy}")
     by_name = _by("experiment", loaded.rows)
     order = sorted(by_name, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
     environments = store.environments()

@@ -159,7 +159,7 @@ def _prove(
 ) -> None:
     """Marks the variants that cannot run here, or do not train like the definition."""
     # Ranks tell each other by their store: after one has raised, others may be in a collective.
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
     definitions: dict[tuple[Call, int], proof.Trained] = {}
     for variant, row in zip(variants, rows, strict=True):
         progress(f"proof: {row['variant']}")

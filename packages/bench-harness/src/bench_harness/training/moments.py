@@ -87,13 +87,14 @@ def weigh(
 def _moment(training: Training, name: str, before: int, predicted: Row) -> Row:
     """What is held now, by kind; the allocator's own figures; the peak since the last moment."""
     device = training.workload.device
-    state = _state_bytes(training.optimizer)
+    state, slots = _state_bytes(training.optimizer), getattr(training.module, "slots", ())
     expected = predicted["optimizer_state"]
     away = predicted["offloads"]
     row: Row = {
         "moment": name,
+        # With what is held of the buffers into which parameters are gathered.
         "parameter_bytes": _nbytes(training.workload.module.parameters())
-        + _gathered_bytes(training),
+        + sum(slot.whole.untyped_storage().nbytes() for slot in slots),
         "gradient_bytes": _gradient_bytes(
             training, shards=name == MOMENTS[2] and predicted["stage"] == 2
         ),
@@ -147,12 +148,6 @@ def _predicted(training: Training, variant: Settings) -> Row:
         "optimizer_state": round(memory.optimizer_state),
         "offloads": variant.offloads,
     }
-
-
-def _gathered_bytes(training: Training) -> int:
-    """Memory of the buffers into which parameters are gathered, as far as it is held now."""
-    slots: Any = getattr(training.module, "slots", ())
-    return sum(slot.whole.untyped_storage().nbytes() for slot in slots)
 
 
 def _local(tensor: Any) -> torch.Tensor:
