@@ -94,6 +94,8 @@ BAD_DENSE: list[tuple[dict[str, Any], str]] = [
     ({"key": (2, 2, 20, 8)}, "key must have query's head_dim 16, but got 8"),
     ({"key": (1, 2, 20, 16)}, "key must have query's batch size 2, but got 1"),
     ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20, but got 21"),
+    ({"query": (2, 0, 20, 16)}, "query must have at least one head, .* but got 0 and 16. Leave"),
+    ({"key": (2, 0, 20, 16)}, "key must have at least one head"),
     ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads, but got 1"),
     ({"query": (2, 3, 20, 16)}, "multiple of key's, but got 3 and 2"),
     ({"dtype": torch.int32}, "query must be float16, bfloat16 or float32, or float64 where"),

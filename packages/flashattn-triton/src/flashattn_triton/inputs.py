@@ -98,7 +98,7 @@ def given_starts(
 
 
 def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Starts of packed sequences in int32, of one empty one if there are none.
+    """Contiguous starts of packed sequences in int32, of one empty one if there are none.
 
     One tensor for both stays one.
     """
@@ -106,7 +106,8 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
     if cu_seqlens_q.shape == cu_seqlens_k.shape == (1,):
         cu_seqlens_q, cu_seqlens_k = F.pad(cu_seqlens_q, (0, 1)), F.pad(cu_seqlens_k, (0, 1))
     starts_q, starts_k = (
-        x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k)
+        (x.int() if x.dtype == torch.int64 else x).contiguous()
+        for x in (cu_seqlens_q, cu_seqlens_k)
     )
     return starts_q, starts_q if same else starts_k
 
@@ -187,18 +188,19 @@ def _check_fit(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
             f"query must be float16, bfloat16 or float32, or float64 where implementation is "
             f"'tiled' or 'reference', but got {query.dtype}. Convert it."
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.shape[1] < 1 or x.shape[-1] < 1:
+            raise ValueError(
+                f"{name} must have at least one head, and a head_dim of at least 1, but got "
+                f"{x.shape[1]} and {x.shape[-1]}. Leave such a call out; if the sequence is empty, "
+                f"say by layout which dimension it is."
+            )
     heads, kv_heads, value_heads = query.shape[1], key.shape[1], value.shape[1]
-    if value_heads == kv_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
+    if value_heads == kv_heads and heads % kv_heads:
         raise ValueError(
             f"query's head count must be a multiple of key's, but got {heads} and {kv_heads}. Pass "
             f"layout='bshd' if that dimension is the sequence."
         )
-    for name, x in (("query", query), ("value", value)):
-        if x.shape[-1] < 1:
-            raise ValueError(
-                f"{name} must have a head_dim of at least 1, but got {x.shape[-1]}. Leave empty "
-                f"heads out."
-            )
     batch = query.shape[0] if rows else 0  # of a packed batch there is none
     n_keys, dim, same = key.shape[rows], query.shape[-1], "Pass the same positions of both."
     check_equal(

@@ -14,7 +14,7 @@ part's output, and every part's dQ, to the inputs' dtype instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -27,7 +27,7 @@ from flashattn_triton.inputs import (
     given_starts,
     refuse_unknown,
 )
-from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
+from flashattn_triton.mask_and_bias import Given, check_sinks, normalised, without_unseen_keys
 from flashattn_triton.op import ONLY_INPUTS, call_for
 from flashattn_triton.problem import (
     Layout,
@@ -46,8 +46,9 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Attention to all keys, from attention of the same queries to disjoint sets of keys.
 
-    A query that no set shows a key has output 0 and logsumexp -inf. Differentiable in all
-    inputs; computed in fp32, or in fp64 if a tensor is.
+    A query that no set shows a key has output 0 and logsumexp -inf. Where a logsumexp is -inf, it
+    does not matter what the output holds. Differentiable in all inputs; computed in fp32, or in
+    fp64 if a tensor is.
 
     Args:
         outputs: one for each set of keys, of equal shape, dtype and device: (..., H, N, E) for
@@ -106,9 +107,9 @@ def merge(
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     merged = torch.zeros_like(outputs[0], dtype=accumulated(outputs[0]).dtype)
-    for out, weight in zip(outputs, weights, strict=True):
-        share = weight / total
-        merged = merged + out * (share if layout == "bhsd" else share.mT).unsqueeze(-1)
+    for out, *of_rows in zip(outputs, weights / total, lses == float("-inf"), strict=True):
+        share, unseen = ((x if layout == "bhsd" else x.mT).unsqueeze(-1) for x in of_rows)
+        merged = merged + out.masked_fill(unseen, 0.0) * share  # 0 · NaN is NaN
     lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
     return merged.to(outputs[0].dtype), lse
 
@@ -150,7 +151,8 @@ def flash_attention_backward(
         lse: (B, H, N_q), or (H, T_q), fp32, the joined logsumexp.
         grad_out: like ``out``, its gradient, in query's dtype or fp32. Kernels multiply it in
             query's dtype.
-        into: dQ, dK and dV: fp32 tensors of the shapes of query, key and value, which are changed.
+        into: dQ, dK and dV: fp32 tensors of the shapes of query, key and value, which are changed,
+            and have memory of their own.
         grad_lse: like ``lse``, the gradient of the joined logsumexp, or None for zero.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, ``max_seqlen_q`` and
             ``max_seqlen_k`` as of :func:`~flashattn_triton.flash_attention_varlen`.
@@ -171,7 +173,10 @@ def flash_attention_backward(
             "Call it from a function under torch.compiler.disable."
         )
     refuse_unknown("flash_attention_backward", OptionKeywords.__annotations__, keywords)
-    check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+    names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
+    read = dict(zip(names if grad_lse is not None else names[:-1], tensors, strict=False))
+    check_tensors(**read)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
     longest = (0, 0)
@@ -181,17 +186,22 @@ def flash_attention_backward(
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
-    _check_sums(into, (query, key, value))
+    if not isinstance(into, list | tuple) or len(into) != 3:
+        got = f"{len(into)} tensors" if isinstance(into, list | tuple) else type(into).__name__
+        raise ValueError(f"into must be dQ, dK and dV, but got {got}. Pass three tensors.")
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
+    if sinks is not None and grad_sinks is not None:
+        check_sinks(sinks, heads_first(query, problem.layout).shape[1], query.device)
+    _check_sums((*into, grad_sinks), (query, key, value, sinks), read)
     given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
-        (key, value, *sums), given = without_unseen_keys(
+        (key, value, *of_keys), given = without_unseen_keys(
             problem, query.shape[rows], (key, value, *into[1:]), given
         )
-        into = [into[0], *sums]
-    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        into = [into[0], *of_keys]
+        tensors = (query, key, value, *tensors[3:])
     resolved = normalised(problem, query, key, given)
     if problem.implementation == "reference":
         _by_definition(problem, tensors, resolved, into)
@@ -246,16 +256,24 @@ def _check_results(
             )
 
 
-def _check_sums(into: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    if len(into) != 3:
-        raise ValueError(f"into must be dQ, dK and dV, but got {len(into)} tensors. Pass three.")
-    for name, total, x in zip(("dQ", "dK", "dV"), into, inputs, strict=True):
-        check_tensors(**{f"into's {name}": total})
+def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Mapping[str, Any]) -> None:
+    owners = {x.data_ptr(): name for name, x in read.items() if x.numel()}
+    names = ("into's dQ", "into's dK", "into's dV", "grad_sinks")
+    for name, total, x in zip(names, sums, inputs, strict=True):
+        if x is None:
+            continue
+        check_tensors(**{name: total})
         repeats = any(n > 1 and s == 0 for n, s in zip(total.shape, total.stride(), strict=True))
         wrong = total.shape != x.shape or total.dtype != torch.float32 or total.device != x.device
         if wrong or repeats or total.stride(-1) != 1:
             raise ValueError(
-                f"into's {name} must be float32 of shape {tuple(x.shape)} on {x.device} with "
-                f"contiguous rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
+                f"{name} must be float32 of shape {tuple(x.shape)} on {x.device} with contiguous "
+                f"rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
                 f"{total.stride()} on {total.device}. Allocate it with torch.zeros."
+            )
+        owner = owners.setdefault(total.data_ptr(), name)
+        if owner != name and total.numel():
+            raise ValueError(
+                f"{name} must have memory of its own, because it is changed, but got that of "
+                f"{owner}. Allocate it with torch.zeros."
             )
