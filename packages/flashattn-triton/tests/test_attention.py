@@ -176,6 +176,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"window": (0, 1.5)}, "window right must be an integer >= 0"),
     ({"softcap": 0.0}, "softcap must be a finite number > 0"),
     ({"layout": "sbhd"}, "layout must be one of bhsd, bshd"),
+    ({"layout": "thd"}, "layout must be one of bhsd, bshd, but got 'thd'"),
+    ({"bias": torch.zeros(20, 20).to_sparse()}, "bias must be a strided tensor"),
+    ({"sinks": torch.zeros(2).to_sparse()}, "sinks must be a strided tensor"),
     ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, hopper"),
     ({"return_lse": 1}, "return_lse must be True or False, but got 1. Pass a bool"),
 ]

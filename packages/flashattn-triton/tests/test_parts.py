@@ -159,8 +159,10 @@ def test_unknown_keywords() -> None:
         ({"into": "input"}, "into's dQ must have memory of its own, .* but got that of "),
         ({"into": "twice"}, "into's dV must have memory of its own, .* that of into's dK"),
         ({"into": "stack"}, "into must be dQ, dK and dV, but got Tensor"),
-        ({"lse": (1, 2, 5)}, "lse must be float32 of shape"),
-        ({"out": (1, 2, 5, 16)}, "out must be torch.float32 or float32 of shape"),
+        ({"layout": "thd"}, "layout must be one of bhsd, bshd, but got 'thd'"),
+        ({"lse": (1, 2, 5)}, "lse must be torch.float32 of shape"),
+        ({"out": "meta"}, "out must be .* on cpu, but got .* on meta"),
+        ({"out": (1, 2, 5, 16)}, "out must be torch.float32 or torch.float32 of shape"),
         ({"out_dtype": torch.half}, "out_dtype must be torch.float32 or None"),
         ({"sinks": torch.zeros(2)}, "sinks and grad_sinks must both be given"),
         ({"sinks": torch.zeros(3), "grad_sinks": torch.zeros(3)}, "sinks must be a floating"),
@@ -187,6 +189,8 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
             into[0] = into[0].half()
     if "lse" in change:
         lse = torch.zeros(change.pop("lse"))
+    if change.get("out") == "meta":
+        out = x.to(change.pop("out"))
     if "out" in change:
         out = torch.zeros(change.pop("out"))
     with pytest.raises(ValueError, match=message):

@@ -24,7 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, Problem, heads_first, normalise_length
+from flashattn_triton.problem import (
+    DTYPES,
+    Problem,
+    check_layout,
+    heads_first,
+    normalise_length,
+)
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -176,13 +182,7 @@ def check_starts(
 
 def _check_fit(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
     """Kind, heads, head_dims and length of tensors whose sequence is dimension ``rows``."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.layout != torch.strided:
-            raise ValueError(
-                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
-                f"flash_attention_varlen for sequences of different lengths, with the values() and "
-                f"offsets() of jagged tensors."
-            )
+    check_tensors(query=query, key=key, value=value)
     if query.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"query must be float16, bfloat16 or float32, or float64 where implementation is "
@@ -221,12 +221,11 @@ def check_inputs(
     cu_seqlens_k: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks tensors in the layout of ``problem``: :func:`check_dense` or :func:`check_varlen`."""
-    if problem.packed:
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_k is not None
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
-    else:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        check_layout(problem.layout)
         check_dense(*(heads_first(x, problem.layout) for x in (query, key, value)))
+    else:
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -285,16 +284,21 @@ def warn_of_layout(query: Tensor, key: Tensor, stacklevel: int) -> None:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises ``TypeError`` unless each argument, given by its name, is a tensor."""
+    """Raises ``TypeError`` or ``ValueError`` unless each, by its name, is a strided tensor."""
     for name, x in tensors.items():
-        if isinstance(x, Tensor):
-            continue
-        kind = type(x)
-        remedy = "torch.from_numpy" if kind.__module__ == "numpy" else "torch.as_tensor"
-        raise TypeError(
-            f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
-            f"Convert it with {remedy}({name})."
-        )
+        if not isinstance(x, Tensor):
+            kind = type(x)
+            remedy = "torch.from_numpy" if kind.__module__ == "numpy" else "torch.as_tensor"
+            raise TypeError(
+                f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
+                f"Convert it with {remedy}({name})."
+            )
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
+                f"to_dense() of sparse tensors, and flash_attention_varlen for sequences of "
+                f"different lengths, with the values() and offsets() of jagged tensors."
+            )
 
 
 _NO_PAGES = "There is no support for paged caches. Leave the argument out."

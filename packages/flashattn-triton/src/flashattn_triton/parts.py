@@ -185,6 +185,11 @@ def flash_attention_backward(
         longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, key.shape[0])
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if query.dtype == torch.float64:
+        raise ValueError(
+            "query must be float16, bfloat16 or float32, but got float64, whose sums in fp32 would "
+            "be rounded. Differentiate merge by autograd instead."
+        )
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
     if not isinstance(into, list | tuple) or len(into) != 3:
         got = f"{len(into)} tensors" if isinstance(into, list | tuple) else type(into).__name__
@@ -239,20 +244,20 @@ def _check_results(
     problem: Problem, query: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> None:  # fmt: skip
-    rows = heads_first(query, problem.layout).shape[:-1]
-    statistics = tuple(rows[1:] if problem.packed else rows)
-    for name, x in (("out", out), ("grad_out", grad_out)):
-        shape = (*query.shape[:-1], value.shape[-1])
-        if x.shape != shape or x.dtype not in (query.dtype, torch.float32):
+    rows, device = heads_first(query, problem.layout).shape[:-1], query.device
+    of_rows = ((*query.shape[:-1], value.shape[-1]), (query.dtype, torch.float32))
+    statistics = (tuple(rows[1:] if problem.packed else rows), (torch.float32,))
+    for name, x, (shape, dtypes) in (
+        ("out", out, of_rows),
+        ("grad_out", grad_out, of_rows),
+        ("lse", lse, statistics),
+        ("grad_lse", grad_lse, statistics),
+    ):
+        if x is not None and ((*x.shape,) != shape or x.dtype not in dtypes or x.device != device):
             raise ValueError(
-                f"{name} must be {query.dtype} or float32 of shape {shape}, but got {x.dtype} of "
-                f"shape {tuple(x.shape)}. Pass what merge returned, and its gradient."
-            )
-    for name, y in (("lse", lse), ("grad_lse", grad_lse)):
-        if y is not None and (tuple(y.shape) != statistics or y.dtype != torch.float32):
-            raise ValueError(
-                f"{name} must be float32 of shape {statistics}, but got {y.dtype} of shape "
-                f"{tuple(y.shape)}. Pass the logsumexp that merge returned, and its gradient."
+                f"{name} must be {' or '.join(map(str, dtypes))} of shape {shape} on {device}, but "
+                f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}. Pass what merge returned, "
+                f"and its gradients."
             )
 
 

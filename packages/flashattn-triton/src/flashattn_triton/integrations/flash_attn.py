@@ -315,6 +315,7 @@ def unpad_input(
         int32, the length of the longest sequence, and the lengths (B,) int32 without unused
         tokens.
     """
+    check_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             raise ValueError(
