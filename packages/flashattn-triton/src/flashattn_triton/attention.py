@@ -373,8 +373,6 @@ def largest_scores(
     longest = (query.shape[0], key.shape[0]) if packed else (0, 0)
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     problem = replace(problem, largest_only=True, out_dtype=None)
-    if all(x is None for x in given):
-        given = NOTHING
     _, found = attend(problem, query, key, key, given)
     assert found is not None
     of_heads = found if packed else found.movedim(1, 0).flatten(1)

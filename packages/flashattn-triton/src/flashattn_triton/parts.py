@@ -14,7 +14,7 @@ part's output, and every part's dQ, to the inputs' dtype instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -173,10 +173,10 @@ def flash_attention_backward(
             "Call it from a function under torch.compiler.disable."
         )
     refuse_unknown("flash_attention_backward", OptionKeywords.__annotations__, keywords)
+    check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
+    if grad_lse is not None:
+        check_tensors(grad_lse=grad_lse)
     tensors = (query, key, value, out, lse, grad_out, grad_lse)
-    names = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
-    read = dict(zip(names if grad_lse is not None else names[:-1], tensors, strict=False))
-    check_tensors(**read)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
     longest = (0, 0)
@@ -198,7 +198,7 @@ def flash_attention_backward(
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
     if sinks is not None and grad_sinks is not None:
         check_sinks(sinks, heads_first(query, problem.layout).shape[1], query.device)
-    _check_sums((*into, grad_sinks), (query, key, value, sinks), read)
+    _check_sums((*into, grad_sinks), (query, key, value, sinks), tensors)
     given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
@@ -221,21 +221,20 @@ def flash_attention_backward(
 def _by_definition(
     problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
 ) -> None:
-    """By autograd: a part's output has the share exp(L_p - L) of the joined one."""
+    """By autograd: Σ exp(L_p - L) (dO · O_p - D) has the gradients of the module's formulas."""
     from flashattn_triton.reference import attend_by_definition
 
     *inputs, out, lse, grad_out, grad_lse = tensors
-    leaves = [x.float().requires_grad_() for x in inputs]
+    leaves = [x.detach().float().requires_grad_() for x in inputs]
     q, k, v = leaves
+    out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
     with torch.enable_grad():
         part, part_lse = attend_by_definition(problem, q, k, v, given)
-        part = heads_first(part, problem.layout)
-    out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
-    share = torch.exp(part_lse - lse).masked_fill(torch.isneginf(part_lse), 0.0).detach()
-    of_lse = (grad_out * (part.detach() - out)).sum(-1).view_as(lse)
-    of_lse = of_lse if grad_lse is None else of_lse + grad_lse
-    of_parts = (share[..., None] * grad_out, share * of_lse)
-    gradients = torch.autograd.grad((part, part_lse), leaves, of_parts)
+        of_rows = (grad_out * (heads_first(part, problem.layout) - out)).sum(-1).view_as(lse)
+        of_rows = of_rows if grad_lse is None else of_rows + grad_lse
+        # A part of which a query sees no key has no share, and -inf - -inf is NaN.
+        weight = (part_lse - lse).masked_fill(torch.isneginf(part_lse), float("-inf")).exp()
+        gradients = torch.autograd.grad((weight * of_rows).sum(), leaves)
     for total, gradient in zip(into, gradients, strict=True):
         total += gradient
 
@@ -261,8 +260,8 @@ def _check_results(
             )
 
 
-def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Mapping[str, Any]) -> None:
-    owners = {x.data_ptr(): name for name, x in read.items() if x.numel()}
+def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Sequence[Any]) -> None:
+    taken = {x.data_ptr() for x in read if x is not None}
     names = ("into's dQ", "into's dK", "into's dV", "grad_sinks")
     for name, total, x in zip(names, sums, inputs, strict=True):
         if x is None:
@@ -276,9 +275,9 @@ def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Mapping[str, A
                 f"rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
                 f"{total.stride()} on {total.device}. Allocate it with torch.zeros."
             )
-        owner = owners.setdefault(total.data_ptr(), name)
-        if owner != name and total.numel():
+        if total.numel() and total.data_ptr() in taken:
             raise ValueError(
-                f"{name} must have memory of its own, because it is changed, but got that of "
-                f"{owner}. Allocate it with torch.zeros."
+                f"{name} must have memory of its own, because it is changed, but got that of an "
+                f"input or of another sum. Allocate it with torch.zeros."
             )
+        taken.add(total.data_ptr())
