@@ -94,6 +94,8 @@ BAD_DENSE: list[tuple[dict[str, Any], str]] = [
     ({"key": (2, 2, 20, 8)}, "key must have query's head_dim 16, but got 8"),
     ({"key": (1, 2, 20, 16)}, "key must have query's batch size 2, but got 1"),
     ({"value": (2, 2, 21, 16)}, "value must have key's sequence length 20, but got 21"),
+    ({"query": (2, 0, 20, 16)}, "query must have at least one head, .* but got 0 and 16. Leave"),
+    ({"key": (2, 0, 20, 16)}, "key must have at least one head"),
     ({"value": (2, 1, 20, 16)}, "value must have key's 2 heads, but got 1"),
     ({"query": (2, 3, 20, 16)}, "multiple of key's, but got 3 and 2"),
     ({"dtype": torch.int32}, "query must be float16, bfloat16 or float32, or float64 where"),
@@ -174,6 +176,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"window": (0, 1.5)}, "window right must be an integer >= 0"),
     ({"softcap": 0.0}, "softcap must be a finite number > 0"),
     ({"layout": "sbhd"}, "layout must be one of bhsd, bshd"),
+    ({"layout": "thd"}, "layout must be one of bhsd, bshd, but got 'thd'"),
+    ({"bias": torch.zeros(20, 20).to_sparse()}, "bias must be a strided tensor"),
+    ({"sinks": torch.zeros(2).to_sparse()}, "sinks must be a strided tensor"),
     ({"implementation": "fast"}, "implementation must be one of auto, tiled, triton, hopper"),
     ({"return_lse": 1}, "return_lse must be True or False, but got 1. Pass a bool"),
 ]

@@ -95,6 +95,13 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
         torch.testing.assert_close(lse[i : i + 1], row_lse)
     whole = flash_attn_with_kvcache(query, key, value)
     torch.testing.assert_close(whole, flash_attn_func(query, key, value))
+    for i, name in enumerate(("q", "k_cache", "v_cache", "k")):
+        given: list[Any] = [query, key, value, new_keys, new_values]
+        given[i] = [1]
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, but got builtins"):
+            flash_attn_with_kvcache(*given)
+    with pytest.raises(ValueError, match=r"q must be \(batch, sequence, heads, head_dim\)"):
+        flash_attn_with_kvcache(query[0], key, value)
     with pytest.raises(ValueError, match="block_table must be None"):
         flash_attn_with_kvcache(query, key, value, block_table=lengths)
     with pytest.raises(ValueError, match=r"cache_seqlens must be .* 2 rows, but got shape \(3,\)"):

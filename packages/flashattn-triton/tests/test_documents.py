@@ -170,6 +170,19 @@ def test_a_number_of_documents_must_be_one(number: Any) -> None:
             call()
 
 
+@pytest.mark.parametrize("most", [None, 4])
+def test_documents_are_shared_by_what_vmap_maps_over(most: int | None) -> None:
+    x, ids = torch.randn(2, 1, 2, 8, 16), torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
+
+    def attend(x: Tensor, ids: Tensor) -> Tensor:
+        return flash_attention(x, x, x, document_ids=ids, max_documents=most)
+
+    actual = torch.vmap(attend, in_dims=(0, None))(x, ids)
+    torch.testing.assert_close(actual, torch.stack([attend(y, ids) for y in x]))
+    with pytest.raises(ValueError, match=r"document_ids must be the same for all that torch\.vmap"):
+        torch.vmap(attend)(x, torch.stack([ids, ids]))
+
+
 def test_documents_must_fit_the_tokens() -> None:
     q, k, v = leaves()
     with pytest.raises(ValueError, match=r"each token of query, \(2, 11\) on .* shape \(2, 10\)"):

@@ -506,6 +506,10 @@ def test_starts_of_packed_calls_tell_kinds_apart_and_are_checked_each_time() -> 
         flash_attention_varlen(q, k, v, *given, 20, 20)
     flash_attention_varlen(q, k, v, starts, starts, 15, 20)
     assert calls() == 4
+    for strided in (starts.repeat_interleave(2)[::2], starts.long().repeat_interleave(2)[::2]):
+        expected = flash_attention_varlen(q, k, v, starts, starts, 15, 20)
+        for given in ((strided, strided), (strided, starts), (starts, strided)):
+            assert torch.equal(flash_attention_varlen(q, k, v, *given, 15, 20), expected)
     wrong = starts_of(0, 21, 20)
     with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
         flash_attention_varlen(q, k, v, wrong, wrong, 20, 20)

@@ -75,6 +75,17 @@ def test_no_scores(shape: tuple[int, ...], implementation: Any) -> None:
     assert torch.equal(found.cpu(), torch.full((2,), float("-inf")))
 
 
+def test_any_leading_dimensions() -> None:
+    query, key = torch.randn(3, 2, 4, 5, 16), torch.randn(3, 2, 2, 6, 16)
+    bias = torch.randn(3, 2, 1, 5, 6)
+    of_each = [largest_scores(q, k, bias=b) for q, k, b in zip(*(
+        x.flatten(0, 1) for x in (query, key, bias)), strict=True)]  # fmt: skip
+    found = largest_scores(query, key, bias=bias)
+    torch.testing.assert_close(found, torch.stack(of_each).amax(0))
+    with pytest.raises(ValueError, match="query must have 3 dimensions, as query and at least 3"):
+        largest_scores(query[0, 0, 0], key[0, 0, 0])
+
+
 def test_unknown_keywords() -> None:
     x: Any = torch.zeros(1, 2, 5, 16)
     with pytest.raises(TypeError, match=r"largest_scores .* got sm_scale, .* Use scale=0\.5"):

@@ -156,10 +156,17 @@ def test_unknown_keywords() -> None:
         ({"into": 2}, "into must be dQ, dK and dV, but got 2 tensors"),
         ({"into": torch.half}, "into's dQ must be float32 of shape .* but got torch.float16"),
         ({"into": "expanded"}, "into's dQ must be float32"),
-        ({"lse": (1, 2, 5)}, "lse must be float32 of shape"),
-        ({"out": (1, 2, 5, 16)}, "out must be torch.float32 or float32 of shape"),
+        ({"into": "input"}, "into's dQ must have memory of its own, .* but got that of "),
+        ({"into": "twice"}, "into's dV must have memory of its own, .* that of an input or of"),
+        ({"into": "stack"}, "into must be dQ, dK and dV, but got Tensor"),
+        ({"layout": "thd"}, "layout must be one of bhsd, bshd, but got 'thd'"),
+        ({"lse": (1, 2, 5)}, "lse must be torch.float32 of shape"),
+        ({"out": "meta"}, "out must be .* on cpu, but got .* on meta"),
+        ({"out": (1, 2, 5, 16)}, "out must be torch.float32 or torch.float32 of shape"),
         ({"out_dtype": torch.half}, "out_dtype must be torch.float32 or None"),
         ({"sinks": torch.zeros(2)}, "sinks and grad_sinks must both be given"),
+        ({"sinks": torch.zeros(3), "grad_sinks": torch.zeros(3)}, "sinks must be a floating"),
+        ({"sinks": torch.zeros(2), "grad_sinks": torch.zeros(3)}, "grad_sinks must be float32"),
         ({"cu_seqlens_q": torch.tensor([0, 1])}, "cu_seqlens_q and cu_seqlens_k must both"),
     ],
 )
@@ -172,12 +179,62 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
             into = into[:2]
         case "expanded":
             into[0] = torch.zeros(1, 1, 20, 16).expand(x.shape)
+        case "input":
+            into[0] = x
+        case "twice":
+            into[2] = into[1]
+        case "stack":
+            into = torch.stack(into)
         case torch.half:
             into[0] = into[0].half()
     if "lse" in change:
         lse = torch.zeros(change.pop("lse"))
+    if change.get("out") == "meta":
+        out = x.to(change.pop("out"))
     if "out" in change:
         out = torch.zeros(change.pop("out"))
     with pytest.raises(ValueError, match=message):
         backward(x, x, x, out, lse, x, into, **change)
-    assert not any(total.any() for total in into)
+    assert not any(total.any() for total in into if total is not x)
+    with pytest.raises(TypeError, match=r"grad_lse must be a torch\.Tensor"):
+        backward(x, x, x, x, torch.zeros(1, 2, 20), x, into, grad_lse=[0])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_inputs_stay_as_they_are(implementation: Any) -> None:
+    query, key = torch.randn(1, 2, 20, 16, device=DEVICE), torch.randn(1, 2, 19, 16, device=DEVICE)
+    options: Any = {"causal": "bottom-right", "implementation": implementation}
+    out, lse = flash_attention(query, key, key, return_lse=True, **options)
+    assert lse[0, 0, 0] == float("-inf")  # a query that sees no key
+    tensors, sums = (query, key, key, out, lse, out), [torch.zeros_like(query)]
+    sums += [torch.zeros_like(key) for _ in range(2)]
+    before = [x.clone() for x in tensors]
+    backward(*tensors, sums, **options)
+    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+    assert not any(x.requires_grad for x in tensors)
+    assert all(total.isfinite().all() for total in sums)
+
+
+def test_gradients_beside_each_other_in_one_tensor() -> None:
+    q, k, v = leaves = torch.randn(3, 2, 20, 4, 16, requires_grad=True).unbind(0)
+    out, lse = flash_attention(q, k, v, layout="bshd", return_lse=True)
+    expected = torch.autograd.grad(out.sum(), leaves)
+    sums = torch.zeros(2, 20, 3, 4, 16)
+    tensors = [x.detach() for x in (q, k, v, out, lse)]
+    backward(*tensors, torch.ones_like(out), sums.unbind(2), layout="bshd")
+    for total, gradient in zip(sums.unbind(2), expected, strict=True):
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_what_a_part_without_visible_keys_holds_does_not_matter(layout: Any) -> None:
+    x = torch.randn(3, 2, 5, 5, 16)
+    out, lse = flash_attention(*x, layout=layout, return_lse=True)
+    dirty, unseen = torch.full_like(out, float("nan")), torch.full_like(lse, float("-inf"))
+    leaves = [y.requires_grad_() for y in (out, lse, dirty, unseen)]
+    merged = merge([out, dirty], [lse, unseen], layout=layout)
+    torch.testing.assert_close(merged[0], out, rtol=1e-6, atol=0)
+    assert torch.equal(merged[1], lse)
+    gradients = torch.autograd.grad((merged[0] * 2).sum() + merged[1].sum(), leaves)
+    for gradient, expected in zip(gradients, (2.0, 1.0, 0.0, 0.0), strict=True):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, expected))

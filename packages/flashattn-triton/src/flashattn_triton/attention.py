@@ -288,7 +288,9 @@ def flash_attention_varlen(
     if (
         cu_seqlens_q.dtype is not torch.int32
         or cu_seqlens_k.dtype is not torch.int32
-        or cu_seqlens_q.shape == (1,)
+        or cu_seqlens_q.numel() == 1
+        or not cu_seqlens_q.is_contiguous()
+        or not cu_seqlens_k.is_contiguous()
     ):
         cu_seqlens_q, cu_seqlens_k = as_starts(cu_seqlens_q, cu_seqlens_k)
     given = Given(alibi_slopes, None, prefix_lengths, None, sinks, cu_seqlens_q, cu_seqlens_k)
@@ -296,11 +298,11 @@ def flash_attention_varlen(
         check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, 0, 0)
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    tokens = query.shape[0], key.shape[0]
-    longest_q = as_length("max_seqlen_q", max_seqlen_q, tokens[0])
-    longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, tokens[1])
+    (n_queries, _, head_dim), n_keys = query.shape, key.shape[0]
+    longest_q = as_length("max_seqlen_q", max_seqlen_q, n_queries)
+    longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, n_keys)
     try:
-        problem = new_problem("thd", query.shape[-1], longest, **keywords)
+        problem = new_problem("thd", head_dim, longest, **keywords)
     except TypeError:
         if keywords.get("bias") is not None:
             raise ValueError(
@@ -313,7 +315,7 @@ def flash_attention_varlen(
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True:
         are_known = type(max_seqlen_q) is type(max_seqlen_k) is int
-        n_queries, n_keys = longest if are_known else tokens
+        n_queries, n_keys = longest if are_known else (n_queries, n_keys)
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 
@@ -343,6 +345,7 @@ def largest_scores(
 
     Args:
         query: (B, H, N_q, D), (B, N_q, H, D) for layout "bshd", or (T_q, H, D) with ``cu_seqlens``.
+            The batch may be any number of dimensions, also none.
         key: (B, G, N_k, D), in the same layout.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, as of
             :func:`~flashattn_triton.flash_attention_varlen`.
@@ -363,13 +366,13 @@ def largest_scores(
     packed = starts[0] is not None
     if packed and bias is not None:
         raise ValueError("bias must be None for packed sequences, but got one. Pad them.")
+    if not packed:
+        query, key, _, given = in_four_dimensions(layout, query, key, key, given)
     if keywords.get("implementation") == "hopper":
         keywords["implementation"] = "triton"
     longest = (query.shape[0], key.shape[0]) if packed else (0, 0)
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     problem = replace(problem, largest_only=True, out_dtype=None)
-    if all(x is None for x in given):
-        given = NOTHING
     _, found = attend(problem, query, key, key, given)
     assert found is not None
     of_heads = found if packed else found.movedim(1, 0).flatten(1)

@@ -12,7 +12,6 @@ keys), D head_dim, E head_dim of value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -26,14 +25,6 @@ _SCATTERED = (
     "several pieces"
 )
 _REMEDY = "Sort the tokens by document, or give every piece a number of its own."
-
-
-@overload
-def cu_seqlens_of(document_ids: Tensor, max_documents: None = None) -> tuple[Tensor, int]: ...
-
-
-@overload
-def cu_seqlens_of(document_ids: Tensor, max_documents: int | None) -> tuple[Tensor, int | None]: ...
 
 
 def cu_seqlens_of(
@@ -58,7 +49,8 @@ def cu_seqlens_of(
         takes.
 
     Raises:
-        ValueError: not integers, or a document in several pieces, or ``max_documents`` is none.
+        ValueError: not integers, or mapped over by ``torch.vmap``, or a document in several pieces,
+            or ``max_documents`` is none.
         TypeError: not a tensor.
         RuntimeError: where the host does not wait: a document in several pieces, or more than
             ``max_documents``.
@@ -71,6 +63,11 @@ def cu_seqlens_of(
         raise ValueError(
             f"document_ids must be integers (..., sequence), but got {document_ids.dtype} of shape "
             f"{tuple(document_ids.shape)}. Number each token's document."
+        )
+    if torch._C._functorch.is_batchedtensor(document_ids):
+        raise ValueError(
+            "document_ids must be the same for all that torch.vmap maps over, but got mapped ones. "
+            "Make the mapped dimension a part of the batch."
         )
     rows = document_ids[None] if document_ids.dim() == 1 else document_ids.flatten(0, -2)
     begins, distinct = (

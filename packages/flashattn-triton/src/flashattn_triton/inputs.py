@@ -24,7 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import DTYPES, Problem, heads_first, normalise_length
+from flashattn_triton.problem import (
+    DTYPES,
+    Problem,
+    check_layout,
+    heads_first,
+    normalise_length,
+)
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -98,7 +104,7 @@ def given_starts(
 
 
 def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Starts of packed sequences in int32, of one empty one if there are none.
+    """Contiguous starts of packed sequences in int32, of one empty one if there are none.
 
     One tensor for both stays one.
     """
@@ -106,7 +112,8 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
     if cu_seqlens_q.shape == cu_seqlens_k.shape == (1,):
         cu_seqlens_q, cu_seqlens_k = F.pad(cu_seqlens_q, (0, 1)), F.pad(cu_seqlens_k, (0, 1))
     starts_q, starts_k = (
-        x.int() if x.dtype == torch.int64 else x for x in (cu_seqlens_q, cu_seqlens_k)
+        (x.int() if x.dtype == torch.int64 else x).contiguous()
+        for x in (cu_seqlens_q, cu_seqlens_k)
     )
     return starts_q, starts_q if same else starts_k
 
@@ -175,30 +182,25 @@ def check_starts(
 
 def _check_fit(query: Tensor, key: Tensor, value: Tensor, rows: int) -> None:
     """Kind, heads, head_dims and length of tensors whose sequence is dimension ``rows``."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.layout != torch.strided:
-            raise ValueError(
-                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
-                f"flash_attention_varlen for sequences of different lengths, with the values() and "
-                f"offsets() of jagged tensors."
-            )
+    check_tensors(query=query, key=key, value=value)
     if query.dtype not in (*DTYPES, torch.float64):
         raise ValueError(
             f"query must be float16, bfloat16 or float32, or float64 where implementation is "
             f"'tiled' or 'reference', but got {query.dtype}. Convert it."
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.shape[1] < 1 or x.shape[-1] < 1:
+            raise ValueError(
+                f"{name} must have at least one head, and a head_dim of at least 1, but got "
+                f"{x.shape[1]} and {x.shape[-1]}. Leave such a call out; if the sequence is empty, "
+                f"say by layout which dimension it is."
+            )
     heads, kv_heads, value_heads = query.shape[1], key.shape[1], value.shape[1]
-    if value_heads == kv_heads and (heads < 1 or kv_heads < 1 or heads % kv_heads):
+    if value_heads == kv_heads and heads % kv_heads:
         raise ValueError(
             f"query's head count must be a multiple of key's, but got {heads} and {kv_heads}. Pass "
             f"layout='bshd' if that dimension is the sequence."
         )
-    for name, x in (("query", query), ("value", value)):
-        if x.shape[-1] < 1:
-            raise ValueError(
-                f"{name} must have a head_dim of at least 1, but got {x.shape[-1]}. Leave empty "
-                f"heads out."
-            )
     batch = query.shape[0] if rows else 0  # of a packed batch there is none
     n_keys, dim, same = key.shape[rows], query.shape[-1], "Pass the same positions of both."
     check_equal(
@@ -219,12 +221,11 @@ def check_inputs(
     cu_seqlens_k: Tensor | None,
 ) -> None:  # fmt: skip
     """Checks tensors in the layout of ``problem``: :func:`check_dense` or :func:`check_varlen`."""
-    if problem.packed:
-        assert cu_seqlens_q is not None
-        assert cu_seqlens_k is not None
-        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
-    else:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        check_layout(problem.layout)
         check_dense(*(heads_first(x, problem.layout) for x in (query, key, value)))
+    else:
+        check_varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, *problem.longest)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -283,16 +284,21 @@ def warn_of_layout(query: Tensor, key: Tensor, stacklevel: int) -> None:
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raises ``TypeError`` unless each argument, given by its name, is a tensor."""
+    """Raises ``TypeError`` or ``ValueError`` unless each, by its name, is a strided tensor."""
     for name, x in tensors.items():
-        if isinstance(x, Tensor):
-            continue
-        kind = type(x)
-        remedy = "torch.from_numpy" if kind.__module__ == "numpy" else "torch.as_tensor"
-        raise TypeError(
-            f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
-            f"Convert it with {remedy}({name})."
-        )
+        if not isinstance(x, Tensor):
+            kind = type(x)
+            remedy = "torch.from_numpy" if kind.__module__ == "numpy" else "torch.as_tensor"
+            raise TypeError(
+                f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
+                f"Convert it with {remedy}({name})."
+            )
+        if x.layout != torch.strided:
+            raise ValueError(
+                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
+                f"to_dense() of sparse tensors, and flash_attention_varlen for sequences of "
+                f"different lengths, with the values() and offsets() of jagged tensors."
+            )
 
 
 _NO_PAGES = "There is no support for paged caches. Leave the argument out."

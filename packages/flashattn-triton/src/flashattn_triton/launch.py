@@ -107,11 +107,8 @@ def allocator(device: torch.device) -> Callable[[tuple[int, ...], Strides, torch
     PyTorch's compiler calls these functions in the code that it generates. They skip the
     dispatcher, and take the host half as long as ``Tensor.new_empty_strided``.
     """
-    functions: Any = torch._C._dynamo.guards
-    if device.type == "cuda":
-        return functions._empty_strided_cuda  # type: ignore[no-any-return]
-    if device.type == "cpu":
-        return functions._empty_strided_cpu  # type: ignore[no-any-return]
+    if device.type in ("cpu", "cuda"):
+        return getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")  # type: ignore[no-any-return]
 
     def allocate(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

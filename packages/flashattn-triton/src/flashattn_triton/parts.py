@@ -27,7 +27,7 @@ from flashattn_triton.inputs import (
     given_starts,
     refuse_unknown,
 )
-from flashattn_triton.mask_and_bias import Given, normalised, without_unseen_keys
+from flashattn_triton.mask_and_bias import Given, check_sinks, normalised, without_unseen_keys
 from flashattn_triton.op import ONLY_INPUTS, call_for
 from flashattn_triton.problem import (
     Layout,
@@ -46,8 +46,9 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Attention to all keys, from attention of the same queries to disjoint sets of keys.
 
-    A query that no set shows a key has output 0 and logsumexp -inf. Differentiable in all
-    inputs; computed in fp32, or in fp64 if a tensor is.
+    A query that no set shows a key has output 0 and logsumexp -inf. Where a logsumexp is -inf, it
+    does not matter what the output holds. Differentiable in all inputs; computed in fp32, or in
+    fp64 if a tensor is.
 
     Args:
         outputs: one for each set of keys, of equal shape, dtype and device: (..., H, N, E) for
@@ -106,9 +107,9 @@ def merge(
     empty = total == 0
     total = total.masked_fill(empty, 1.0)
     merged = torch.zeros_like(outputs[0], dtype=accumulated(outputs[0]).dtype)
-    for out, weight in zip(outputs, weights, strict=True):
-        share = weight / total
-        merged = merged + out * (share if layout == "bhsd" else share.mT).unsqueeze(-1)
+    for out, *of_rows in zip(outputs, weights / total, lses == float("-inf"), strict=True):
+        share, unseen = ((x if layout == "bhsd" else x.mT).unsqueeze(-1) for x in of_rows)
+        merged = merged + out.masked_fill(unseen, 0.0) * share  # 0 · NaN is NaN
     lse = (highest + torch.log(total)).masked_fill(empty, float("-inf"))
     return merged.to(outputs[0].dtype), lse
 
@@ -150,7 +151,8 @@ def flash_attention_backward(
         lse: (B, H, N_q), or (H, T_q), fp32, the joined logsumexp.
         grad_out: like ``out``, its gradient, in query's dtype or fp32. Kernels multiply it in
             query's dtype.
-        into: dQ, dK and dV: fp32 tensors of the shapes of query, key and value, which are changed.
+        into: dQ, dK and dV: fp32 tensors of the shapes of query, key and value, which are changed,
+            and have memory of their own.
         grad_lse: like ``lse``, the gradient of the joined logsumexp, or None for zero.
         cu_seqlens_q: where packed sequences start, with ``cu_seqlens_k``, ``max_seqlen_q`` and
             ``max_seqlen_k`` as of :func:`~flashattn_triton.flash_attention_varlen`.
@@ -172,6 +174,9 @@ def flash_attention_backward(
         )
     refuse_unknown("flash_attention_backward", OptionKeywords.__annotations__, keywords)
     check_tensors(query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out)
+    if grad_lse is not None:
+        check_tensors(grad_lse=grad_lse)
+    tensors = (query, key, value, out, lse, grad_out, grad_lse)
     cu_seqlens_q, cu_seqlens_k = given_starts(cu_seqlens_q, cu_seqlens_k)
     packed = cu_seqlens_q is not None
     longest = (0, 0)
@@ -180,18 +185,28 @@ def flash_attention_backward(
         longest = longest_q, as_length("max_seqlen_k", max_seqlen_k, key.shape[0])
     problem = new_problem("thd" if packed else layout, query.shape[-1], longest, **keywords)
     check_inputs(problem, query, key, value, cu_seqlens_q, cu_seqlens_k)
+    if query.dtype == torch.float64:
+        raise ValueError(
+            "query must be float16, bfloat16 or float32, but got float64, whose sums in fp32 would "
+            "be rounded. Differentiate merge by autograd instead."
+        )
     _check_results(problem, query, value, out, lse, grad_out, grad_lse)
-    _check_sums(into, (query, key, value))
+    if not isinstance(into, list | tuple) or len(into) != 3:
+        got = f"{len(into)} tensors" if isinstance(into, list | tuple) else type(into).__name__
+        raise ValueError(f"into must be dQ, dK and dV, but got {got}. Pass three tensors.")
     if (sinks is None) != (grad_sinks is None):
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
+    if sinks is not None and grad_sinks is not None:
+        check_sinks(sinks, heads_first(query, problem.layout).shape[1], query.device)
+    _check_sums((*into, grad_sinks), (query, key, value, sinks), tensors)
     given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
-        (key, value, *sums), given = without_unseen_keys(
+        (key, value, *of_keys), given = without_unseen_keys(
             problem, query.shape[rows], (key, value, *into[1:]), given
         )
-        into = [into[0], *sums]
-    tensors = (query, key, value, out, lse, grad_out, grad_lse)
+        into = [into[0], *of_keys]
+        tensors = (query, key, value, *tensors[3:])
     resolved = normalised(problem, query, key, given)
     if problem.implementation == "reference":
         _by_definition(problem, tensors, resolved, into)
@@ -206,21 +221,20 @@ def flash_attention_backward(
 def _by_definition(
     problem: Problem, tensors: Sequence[Any], given: Given, into: Sequence[Tensor]
 ) -> None:
-    """By autograd: a part's output has the share exp(L_p - L) of the joined one."""
+    """By autograd: Σ exp(L_p - L) (dO · O_p - D) has the gradients of the module's formulas."""
     from flashattn_triton.reference import attend_by_definition
 
     *inputs, out, lse, grad_out, grad_lse = tensors
-    leaves = [x.float().requires_grad_() for x in inputs]
+    leaves = [x.detach().float().requires_grad_() for x in inputs]
     q, k, v = leaves
+    out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
     with torch.enable_grad():
         part, part_lse = attend_by_definition(problem, q, k, v, given)
-        part = heads_first(part, problem.layout)
-    out, grad_out = (heads_first(x, problem.layout) for x in (out, grad_out))
-    share = torch.exp(part_lse - lse).masked_fill(torch.isneginf(part_lse), 0.0).detach()
-    of_lse = (grad_out * (part.detach() - out)).sum(-1).view_as(lse)
-    of_lse = of_lse if grad_lse is None else of_lse + grad_lse
-    of_parts = (share[..., None] * grad_out, share * of_lse)
-    gradients = torch.autograd.grad((part, part_lse), leaves, of_parts)
+        of_rows = (grad_out * (heads_first(part, problem.layout) - out)).sum(-1).view_as(lse)
+        of_rows = of_rows if grad_lse is None else of_rows + grad_lse
+        # A part of which a query sees no key has no share, and -inf - -inf is NaN.
+        weight = (part_lse - lse).masked_fill(torch.isneginf(part_lse), float("-inf")).exp()
+        gradients = torch.autograd.grad((weight * of_rows).sum(), leaves)
     for total, gradient in zip(into, gradients, strict=True):
         total += gradient
 
@@ -229,33 +243,41 @@ def _check_results(
     problem: Problem, query: Tensor, value: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor,
     grad_lse: Tensor | None,
 ) -> None:  # fmt: skip
-    rows = heads_first(query, problem.layout).shape[:-1]
-    statistics = tuple(rows[1:] if problem.packed else rows)
-    for name, x in (("out", out), ("grad_out", grad_out)):
-        shape = (*query.shape[:-1], value.shape[-1])
-        if x.shape != shape or x.dtype not in (query.dtype, torch.float32):
+    rows, device = heads_first(query, problem.layout).shape[:-1], query.device
+    of_rows = ((*query.shape[:-1], value.shape[-1]), (query.dtype, torch.float32))
+    statistics = (tuple(rows[1:] if problem.packed else rows), (torch.float32,))
+    for name, x, (shape, dtypes) in (
+        ("out", out, of_rows),
+        ("grad_out", grad_out, of_rows),
+        ("lse", lse, statistics),
+        ("grad_lse", grad_lse, statistics),
+    ):
+        if x is not None and ((*x.shape,) != shape or x.dtype not in dtypes or x.device != device):
             raise ValueError(
-                f"{name} must be {query.dtype} or float32 of shape {shape}, but got {x.dtype} of "
-                f"shape {tuple(x.shape)}. Pass what merge returned, and its gradient."
-            )
-    for name, y in (("lse", lse), ("grad_lse", grad_lse)):
-        if y is not None and (tuple(y.shape) != statistics or y.dtype != torch.float32):
-            raise ValueError(
-                f"{name} must be float32 of shape {statistics}, but got {y.dtype} of shape "
-                f"{tuple(y.shape)}. Pass the logsumexp that merge returned, and its gradient."
+                f"{name} must be {' or '.join(map(str, dtypes))} of shape {shape} on {device}, but "
+                f"got {x.dtype} of shape {tuple(x.shape)} on {x.device}. Pass what merge returned, "
+                f"and its gradients."
             )
 
 
-def _check_sums(into: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    if len(into) != 3:
-        raise ValueError(f"into must be dQ, dK and dV, but got {len(into)} tensors. Pass three.")
-    for name, total, x in zip(("dQ", "dK", "dV"), into, inputs, strict=True):
-        check_tensors(**{f"into's {name}": total})
+def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Sequence[Any]) -> None:
+    taken = {x.data_ptr() for x in read if x is not None}
+    names = ("into's dQ", "into's dK", "into's dV", "grad_sinks")
+    for name, total, x in zip(names, sums, inputs, strict=True):
+        if x is None:
+            continue
+        check_tensors(**{name: total})
         repeats = any(n > 1 and s == 0 for n, s in zip(total.shape, total.stride(), strict=True))
         wrong = total.shape != x.shape or total.dtype != torch.float32 or total.device != x.device
         if wrong or repeats or total.stride(-1) != 1:
             raise ValueError(
-                f"into's {name} must be float32 of shape {tuple(x.shape)} on {x.device} with "
-                f"contiguous rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
+                f"{name} must be float32 of shape {tuple(x.shape)} on {x.device} with contiguous "
+                f"rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
                 f"{total.stride()} on {total.device}. Allocate it with torch.zeros."
             )
+        if total.numel() and total.data_ptr() in taken:
+            raise ValueError(
+                f"{name} must have memory of its own, because it is changed, but got that of an "
+                f"input or of another sum. Allocate it with torch.zeros."
+            )
+        taken.add(total.data_ptr())

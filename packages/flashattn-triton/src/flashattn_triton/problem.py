@@ -142,20 +142,16 @@ class Problem:
     @classmethod
     def unpack(cls, numbers: Sequence[Any]) -> Problem:
         """The problem that :meth:`pack` wrote."""
-        layout, longest_q, longest_k, causal, scale, left, right, softcap, *rest = numbers
-        deterministic, implementation, out_dtype, largest_only, tiling = rest
+        layout, longest_q, longest_k, causal, scale, left, right, *others, tiling = numbers
+        names = ("softcap", "deterministic", "implementation", "out_dtype", "largest_only")
         return cls(
             layout=layout,
             longest=(longest_q, longest_k),
             causal=causal,
             scale=scale,
             window=(left, right),
-            softcap=softcap,
-            deterministic=deterministic,
-            implementation=implementation,
             tiling=None if tiling is None else Tiling.unpack(tiling),
-            out_dtype=out_dtype,
-            largest_only=largest_only,
+            **dict(zip(names, others, strict=True)),
         )
 
 

@@ -10,7 +10,8 @@ head_dim of value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -145,27 +146,25 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 context_forward.register_autograd(_backward, setup_context=_save)
 
 
-def _flops(query: Tensor, value: Tensor, rest: Sequence[Any], over: tuple[int, int]) -> int:
+def _flops(
+    skipped: int, over_d: int, over_e: int, query: Tensor, key: Tensor, value: Tensor, *rest: Any,
+    out_val: Any,
+) -> int:  # fmt: skip
     """Operations of a rank: products over D and over E of its queries with all keys.
 
     As :mod:`~flashattn_triton.operator_rules` counts those of one process: without regard to masks.
+    ``skipped``: tensors between value and sinks.
     """
-    _, starts, rows, _, group, *_ = rest
+    _, starts, rows, _, group, *_ = rest[skipped:]
     size = _resolve_process_group(group).size()
     if starts is None:
         pairs = len(query) * (len(query) // rows) * size
     else:
         pairs = int(starts.diff().square().sum()) // size
-    widths = over[0] * query.shape[2] + over[1] * value.shape[2]
-    total: int = 2 * query.shape[1] * pairs * widths
+    total: int = 2 * query.shape[1] * pairs * (over_d * query.shape[2] + over_e * value.shape[2])
     return total
 
 
-@register_flop_formula(torch.ops.flashattn_triton.context_forward, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
-    return _flops(query, value, rest, (1, 1))
-
-
-@register_flop_formula(torch.ops.flashattn_triton.context_backward, get_raw=True)
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
-    return _flops(query, value, rest[4:], (3, 2))
+for _name, _counts in (("forward", (0, 1, 1)), ("backward", (4, 3, 2))):
+    _operator = getattr(torch.ops.flashattn_triton, f"context_{_name}")
+    register_flop_formula(_operator, get_raw=True)(functools.partial(_flops, *_counts))

@@ -5,9 +5,6 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flashattn-triton")
 
-``"triton-attention"`` is the same implementation under a name without "flash" in it, for models
-that take every name with that word for one of flash-attn's kernels.
-
 transformers asks an attention implementation for two functions. One prepares the mask, once for
 each forward pass: :func:`attention_mask`. The other computes attention in every layer:
 :func:`attention_forward`. Both are registered, because without the first transformers passes no

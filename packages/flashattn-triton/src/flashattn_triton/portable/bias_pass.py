@@ -262,10 +262,7 @@ def bias_pass_kernel(
 
 
 class BiasCall:
-    """The kernels on one kind of input: what their launches need, found out once.
-
-    They are planned for (B, H, N, ...) views, whose last strides are 1.
-    """
+    """The kernels on one kind of input, as :class:`~.backward.BackwardCall` has its own."""
 
     def __init__(
         self, tensors: BackwardTensors, problem: Problem, tiling: Tiling, given: Given

@@ -163,10 +163,7 @@ def backward_addresses(
 
 
 class SinksCall:
-    """The kernel for the gradient of sinks: what its launch needs, found out once, for both tiers.
-
-    It is planned for (B, H, N, ...) views, whose last strides are 1.
-    """
+    """The kernel for the gradient of sinks, of both tiers, on one kind of input."""
 
     def __init__(self, tensors: BackwardTensors, sinks: Tensor) -> None:
         _, _, _, out, _, grad_out, grad_logsumexp = tensors
