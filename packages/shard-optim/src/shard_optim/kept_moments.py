@@ -18,11 +18,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 _LARGE = 1 << 14  # elements; torchao leaves small tensors as they are
 
 
+def _is_own_form(moment: Any) -> bool:
+    return is_traceable_wrapper_subclass(moment)
+
+
 def by_value(moment: Any) -> Any:
     """A moment as an ordinary tensor; whatever is no tensor class of an optimizer's stays."""
-    if isinstance(moment, Tensor) and is_traceable_wrapper_subclass(moment):
-        return moment.dequantize()
-    return moment
+    return moment.dequantize() if _is_own_form(moment) else moment
 
 
 @torch.no_grad()
@@ -51,5 +53,4 @@ def _forms(optimizer: Optimizer, param: Tensor) -> dict[str, Tensor]:
         getattr(step, "__wrapped__", step)(twin)  # without the hooks of the optimizer
     except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
         return {}
-    kept = twin.state[param].items()
-    return {k: v for k, v in kept if isinstance(v, Tensor) and is_traceable_wrapper_subclass(v)}
+    return {k: v for k, v in twin.state[param].items() if _is_own_form(v)}

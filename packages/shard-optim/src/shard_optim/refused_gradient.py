@@ -73,7 +73,8 @@ for _name in _OVER_ELEMENTS:
 
 # What these return is an ordinary tensor: a copy on purpose, or no longer the gradient's values.
 _ORDINARY = {
-    *(torch.detach, Tensor.detach, torch.clone, Tensor.clone, Tensor._base.__get__),
+    *(torch.detach, Tensor.detach, torch.clone, Tensor.clone),
+    vars(torch._C.TensorBase)["_base"].__get__,  # which compilers read
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
 }
