@@ -253,9 +253,14 @@ class Inputs:
         self.context = Context(settings, device)
         rank, world_size = self.context.data_rank, self.context.data_size
         self.training = TokenDataset(
-            training, settings.context, seed=settings.seed, rank=rank, world_size=world_size
+            training,
+            settings.context,
+            seed=settings.seed,
+            rank=rank,
+            world_size=world_size,
+            vocab_size=settings.vocab_size,
         )
-        self.validation = TokenDataset(held_out, settings.context)
+        self.validation = TokenDataset(held_out, settings.context, vocab_size=settings.vocab_size)
         # What decides the weights. The rest, such as the wrapper or the number of ranks that share
         # the same batch, only decides how they are computed, and may change when a run continues.
         self.identity: dict[str, Any] = asdict(self.config) | {

@@ -76,7 +76,7 @@ def test_a_model_measured_twice_and_an_edited_one(bench: Bench, tmp_path: Path) 
     codes = {
         name: bench("compare", "before", name, "--fail-on", "slower").returncode for name in runs
     }
-    assert codes == {"before": 0, "again": 0, "edited": 1}
+    assert codes == {"before": 2, "again": 0, "edited": 1}, "a run beside itself is refused"
     for options in ([], ["--markdown"]):
         shown = bench("compare", "before", "edited", *options).stdout
         assert "slower" in shown

@@ -167,9 +167,9 @@ def test_heads_that_do_not_divide_the_width_are_refused_before_anything_is_measu
 def test_options_that_would_have_no_effect_beside_each_other_are_refused() -> None:
     train_step = experiments.get("train-step")
     for given, text in (
-        ({"alone": True, "nsight": True}, "alone, which times nothing, must come without nsight"),
-        ({"alone": True, "profiled": True}, "alone, which .* without profiled, but got both"),
-        ({"nsight": True, "all_reduces": True}, "nsight, which .* without all_reduces"),
+        ({"alone": True, "nsight": True}, "alone must come without nsight, but got both"),
+        ({"alone": True, "profiled": True}, "alone must come without profiled"),
+        ({"nsight": True, "all_reduces": True}, "nsight must come without all_reduces"),
     ):
         with pytest.raises(ValueError, match=text):
             options.build(train_step, given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,23 @@ def test_a_folder_that_cannot_be_made_is_one_clear_error(tmp_path: Path) -> None
     store = Store(tmp_path / "file" / "run")
     with pytest.raises(StoreError, match=r"must be a folder to write to, .* \(Not a directory\)"):
         store.open_for_writing().__enter__()
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one_and_no_part_of_itself(tmp_path: Path) -> None:
+    """Its size is limited, which the system tells as it tells of a full disk."""
+    path = tmp_path / "page.html"
+    store_module.replace_file(path, "old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            StoreError, match=r"page\.html must be writable, but got an error: File"
+        ):
+            store_module.replace_file(path, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+    assert path.read_text() == "old"
 
 
 def test_a_full_disk_keeps_what_was_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,9 +419,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
         StoreError: the disk is full or gone, or the folder is not writable.
     """
     partial = path.with_name(path.name + _UNDER_WAY)
-    with _told(path, "writable", "Free space or name another."):
+    with _told(path, "writable", "Free space or name another."), contextlib.ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)  # whatever it is, it is not written through
+        stack.callback(partial.unlink, missing_ok=True)  # a full disk leaves no part of it
         with open(partial, "xb", opener=_unfollowed) as file:
             file.write(content.encode(errors="replace") if isinstance(content, str) else content)
         partial.replace(path)

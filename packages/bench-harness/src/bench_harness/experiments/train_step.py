@@ -128,8 +128,7 @@ class Options(SubjectOptions, SamplingOptions):
         asked = [name for name in kinds if getattr(self, name)]
         if asked[1:] and asked[0] in kinds[:2]:
             raise ValueError(
-                f"{asked[0]}, which times nothing, must come without {asked[1]}, but got both. "
-                "Leave one out."
+                f"{asked[0]} must come without {asked[1]}, but got both. Leave one of them out."
             )
         of.labels(self.settings())
 
