@@ -194,11 +194,10 @@ def resolve_mask_and_bias(
     """Checks user arguments and brings them into one shape.
 
     Args:
-        given: ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias is fp16, bf16 or fp32,
-            broadcastable to (*leading, H, N_q, N_k); prefix lengths are integers of shape
-            ``leading``, of which what is below 0 counts as 0, and what is above N_k as N_k, so that
+        given: as ``flash_attention`` takes it, with dimensions ``leading`` in the place of B. Of
+            prefix lengths, what is below 0 counts as 0, and what is above N_k as N_k, so that
             values need not be read on the host; a mask is (*leading, N_k) uint8, as
-            :func:`with_mask` returns it; sinks are (H,), floating. Starts are returned as given.
+            :func:`with_mask` returns it. Starts are returned as given.
         layout: of query and key, "bhsd" or another one in which heads follow the sequence.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         query: checked, as ``key``.

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.inputs import check_tensors
 from flashattn_triton.problem import PackedKeywords, is_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
@@ -114,7 +113,8 @@ def flash_attn_func(
         window_size, softcap, alibi_slopes, deterministic,
     )  # fmt: skip
     flag = normalise_flag("return_attn_probs", return_attn_probs)
-    _check_rows(q)
+    if isinstance(q, Tensor):  # what is none is named by flash_attention
+        _check_rows(q=q)
     result = flash_attention(q, k, v, layout="bshd", return_lse=flag, **options)
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -263,8 +263,7 @@ def flash_attn_with_kvcache(
     options = _options(
         "flash_attn_with_kvcache", others, causal, softmax_scale, window_size, softcap, alibi_slopes
     )
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_rows(q)
+    _check_rows(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
         raise ValueError(
@@ -281,9 +280,9 @@ def flash_attn_with_kvcache(
             f"{tuple(lengths.shape)}. Count the places that are filled."
         )
     if k is not None and v is not None:
-        check_tensors(k=k, v=v)
+        _check_rows(k=k, v=v)
         for name, x, cached in (("k", k, k_cache), ("v", v, v_cache)):
-            shape = (len(q), *k.shape[1:2], *cached.shape[2:])
+            shape = (len(q), k.shape[1], *cached.shape[2:])
             if x.shape != shape or x.dtype != cached.dtype:
                 raise ValueError(
                     f"{name} must be {cached.dtype} of shape {shape}, as {name}_cache with k's "
@@ -315,7 +314,6 @@ def unpad_input(
         int32, the length of the longest sequence, and the lengths (B,) int32 without unused
         tokens.
     """
-    check_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             raise ValueError(
@@ -347,12 +345,18 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _check_rows(q: object) -> None:
-    if isinstance(q, Tensor) and q.dim() != 4:
-        raise ValueError(
-            f"q must be (batch, sequence, heads, head_dim), but got {q.dim()} dimensions: "
-            f"{tuple(q.shape)}. Use flash_attn_varlen_func for packed sequences."
-        )
+def _check_rows(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, but got {type(x).__name__}. Convert it with "
+                f"torch.as_tensor({name})."
+            )
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, sequence, heads, head_dim), but got {x.dim()} dimensions: "
+                f"{tuple(x.shape)}. Use flash_attn_varlen_func for packed sequences."
+            )
 
 
 def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:
