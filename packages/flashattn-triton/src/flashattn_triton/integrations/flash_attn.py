@@ -3,8 +3,8 @@
     from flashattn_triton.integrations.flash_attn import flash_attn_func
 
 ``flash_attn_func`` and ``flash_attn_varlen_func``, their forms for packed tensors
-(``flash_attn_qkvpacked_func`` and so on), which are views, and ``unpad_input`` and ``pad_input`` of
-``flash_attn.bert_padding``. Other names of flash-attn are errors that say what to write instead.
+(``flash_attn_qkvpacked_func`` and so on), which pass views and all arguments behind their tensors
+on to these two, and ``unpad_input`` and ``pad_input`` of ``flash_attn.bert_padding``. Other names of flash-attn are errors that say what to write instead.
 
 Code written for flash-attn 2 runs here with that import in place of ``from flash_attn import``.
 Positional arguments have flash-attn 2's order; names that only flash-attn 3 has are accepted too.
@@ -168,19 +168,13 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of views of one (B, N, 3, H, D) tensor of queries, keys and values.
-
-    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
-    """
+    """:func:`flash_attn_func` of views of a (B, N, 3, H, D) tensor of queries, keys and values."""
     q, k, v = _unpacked("qkv", qkv, 5, 3)
     return flash_attn_func(q, k, v, *options, **keywords)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of (B, N_q, H, D) queries and (B, N_k, 2, G, D) keys and values.
-
-    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
-    """
+    """:func:`flash_attn_func` of (B, N_q, H, D) queries and (B, N_k, 2, G, D) keys and values."""
     k, v = _unpacked("kv", kv, 5, 2)
     return flash_attn_func(q, k, v, *options, **keywords)
 
@@ -190,8 +184,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` of views of one (T, 3, H, D) tensor of packed sequences.
 
-    ``cu_seqlens`` and ``max_seqlen`` are those of queries and of keys. The other arguments are
-    those of ``flash_attn_varlen_func`` behind ``max_seqlen_k``, in its order or by name.
+    ``cu_seqlens`` and ``max_seqlen`` are those of queries and of keys.
     """
     q, k, v = _unpacked("qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
@@ -201,11 +194,7 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and (T_k, 2, G, D) keys and values.
-
-    The other arguments are those of ``flash_attn_varlen_func`` behind ``v``, in its order or by
-    name.
-    """
+    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and (T_k, 2, G, D) keys and values."""
     k, v = _unpacked("kv", kv, 4, 2)
     return flash_attn_varlen_func(q, k, v, *options, **keywords)
 
