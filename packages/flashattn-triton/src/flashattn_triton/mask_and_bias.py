@@ -302,10 +302,9 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
     return resolved
 
 
-def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
+def check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
     """Raises ``ValueError`` unless sinks are one logit for each query head, on ``device``."""
     check_tensors(sinks=sinks)
-    assert isinstance(sinks, Tensor)
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:
         raise ValueError(
             f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "

@@ -4,7 +4,8 @@
 
 ``flash_attn_func`` and ``flash_attn_varlen_func``, their forms for packed tensors
 (``flash_attn_qkvpacked_func`` and so on), which pass views and all arguments behind their tensors
-on to these two, and ``unpad_input`` and ``pad_input`` of ``flash_attn.bert_padding``. Other names of flash-attn are errors that say what to write instead.
+on to these two, and ``unpad_input`` and ``pad_input`` of ``flash_attn.bert_padding``. Other names
+of flash-attn are errors that say what to write instead.
 
 Code written for flash-attn 2 runs here with that import in place of ``from flash_attn import``.
 Positional arguments have flash-attn 2's order; names that only flash-attn 3 has are accepted too.
