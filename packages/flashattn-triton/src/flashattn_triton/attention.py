@@ -314,8 +314,8 @@ def flash_attention_varlen(
         raise
     out, lse = attend(problem, query, key, value, given, return_lse=return_lse)
     if keywords.get("causal") is True:
-        are_known = type(max_seqlen_q) is type(max_seqlen_k) is int
-        n_queries, n_keys = longest if are_known else (n_queries, n_keys)
+        if type(max_seqlen_q) is type(max_seqlen_k) is int:
+            n_queries, n_keys = longest
         warn_of_alignment(n_queries, n_keys, stacklevel=2)
     return (out, lse) if return_lse and lse is not None else out
 

@@ -194,11 +194,10 @@ def resolve_mask_and_bias(
     """Checks user arguments and brings them into one shape.
 
     Args:
-        given: ALiBi slopes are fp32 constants, (H,) or (*leading, H); a bias is fp16, bf16 or fp32,
-            broadcastable to (*leading, H, N_q, N_k); prefix lengths are integers of shape
-            ``leading``, of which what is below 0 counts as 0, and what is above N_k as N_k, so that
+        given: as ``flash_attention`` takes it, with dimensions ``leading`` in the place of B. Of
+            prefix lengths, what is below 0 counts as 0, and what is above N_k as N_k, so that
             values need not be read on the host; a mask is (*leading, N_k) uint8, as
-            :func:`with_mask` returns it; sinks are (H,), floating. Starts are returned as given.
+            :func:`with_mask` returns it. Starts are returned as given.
         layout: of query and key, "bhsd" or another one in which heads follow the sequence.
         leading: dimensions of query before its last three, or (sequences,) of a packed batch.
         query: checked, as ``key``.
@@ -303,10 +302,9 @@ def normalised(problem: Problem, query: Tensor, key: Tensor, given: Given) -> Gi
     return resolved
 
 
-def check_sinks(sinks: object, heads: int, device: torch.device) -> None:
+def check_sinks(sinks: Tensor, heads: int, device: torch.device) -> None:
     """Raises ``ValueError`` unless sinks are one logit for each query head, on ``device``."""
     check_tensors(sinks=sinks)
-    assert isinstance(sinks, Tensor)
     if sinks.shape != (heads,) or not sinks.is_floating_point() or sinks.device != device:
         raise ValueError(
             f"sinks must be a floating tensor of shape ({heads},), one logit for each head of "

@@ -207,14 +207,10 @@ def _attention(
 ) -> Any:
     ranks, (q, k, v), problem, starts, rows = packed_problem(query, key, value, group, **keywords)
     if ranks is None:
-        options: dict[str, Any] = {"layout": None, **keywords}
-        for name in ("cu_seqlens", "communication"):
-            options.pop(name, None)
-        if options.get("causal") is True:
-            options["causal"] = "top-left"
+        dropped = ("cu_seqlens", "communication", "layout" if problem.packed else "")
+        options: dict[str, Any] = {name: x for name, x in keywords.items() if name not in dropped}
         if starts is None:
             return flash_attention(query, key, value, **options)
-        del options["layout"]
         starts = starts.to(query.device)
         return flash_attention_varlen(query, key, value, starts, starts, **options)
     out, lse = context_forward(

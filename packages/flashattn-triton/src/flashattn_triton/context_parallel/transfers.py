@@ -128,13 +128,10 @@ class Copies(Transfers):
 
     def _exchange(self, sent: Sequence[Tensor], ahead: int, received: list[Tensor]) -> _Moving:
         rank, rows = (self._rank - ahead) % self._size, len(received[0])
-        if ahead > 0:
-            what, sources = "keys and values", self._views(rank, rows)
-        else:
+        if ahead < 0:
             self._memory.meet(self._group)
-            what, sources = "gradients", self._views(rank, rows, -ahead)
-
-        what = f"the copy of {what} of rank {rank}"
+        sources = self._views(rank, rows, -ahead if ahead < 0 else None)
+        what = f"the copy of {'gradients' if ahead < 0 else 'keys and values'} of rank {rank}"
         return UnderWay(
             self._group, what, lambda: [self._memory.copy(received, sources)], lambda: received,
             sources,

@@ -87,11 +87,10 @@ def copy_of(x: Tensor, part: Part) -> Tensor:
 
 
 class HopperBackwardCall:
-    """The backward kernels on one kind of input: what their launches need, found out once.
+    """The backward kernels on one kind of input.
 
-    They are planned for (B, H, N, ...) views. A call takes tensors as callers have them, and
-    returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to fp32 tensors with the
-    strides of ``into`` (:func:`can_add`). dQ is accumulated in fp32; in any order, unless
+    A call returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to fp32 tensors with
+    the strides of ``into`` (:func:`can_add`). dQ is accumulated in fp32; in any order, unless
     ``problem`` asks for deterministic gradients.
 
     ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the

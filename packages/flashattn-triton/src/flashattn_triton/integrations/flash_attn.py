@@ -3,8 +3,9 @@
     from flashattn_triton.integrations.flash_attn import flash_attn_func
 
 ``flash_attn_func`` and ``flash_attn_varlen_func``, their forms for packed tensors
-(``flash_attn_qkvpacked_func`` and so on), which are views, and ``unpad_input`` and ``pad_input`` of
-``flash_attn.bert_padding``. Other names of flash-attn are errors that say what to write instead.
+(``flash_attn_qkvpacked_func`` and so on), which pass views and all arguments behind their tensors
+on to these two, and ``unpad_input`` and ``pad_input`` of ``flash_attn.bert_padding``. Other names
+of flash-attn are errors that say what to write instead.
 
 Code written for flash-attn 2 runs here with that import in place of ``from flash_attn import``.
 Positional arguments have flash-attn 2's order; names that only flash-attn 3 has are accepted too.
@@ -24,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.inputs import check_tensors
 from flashattn_triton.problem import PackedKeywords, is_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
@@ -114,7 +114,8 @@ def flash_attn_func(
         window_size, softcap, alibi_slopes, deterministic,
     )  # fmt: skip
     flag = normalise_flag("return_attn_probs", return_attn_probs)
-    _check_rows(q)
+    if isinstance(q, Tensor):  # what is none is named by flash_attention
+        _check_rows(q=q)
     result = flash_attention(q, k, v, layout="bshd", return_lse=flag, **options)
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -168,19 +169,13 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of views of one (B, N, 3, H, D) tensor of queries, keys and values.
-
-    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
-    """
+    """:func:`flash_attn_func` of views of a (B, N, 3, H, D) tensor of queries, keys and values."""
     q, k, v = _unpacked("qkv", qkv, 5, 3)
     return flash_attn_func(q, k, v, *options, **keywords)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **keywords: Any) -> Result:
-    """:func:`flash_attn_func` of (B, N_q, H, D) queries and (B, N_k, 2, G, D) keys and values.
-
-    The other arguments are those of ``flash_attn_func`` behind ``v``, in its order or by name.
-    """
+    """:func:`flash_attn_func` of (B, N_q, H, D) queries and (B, N_k, 2, G, D) keys and values."""
     k, v = _unpacked("kv", kv, 5, 2)
     return flash_attn_func(q, k, v, *options, **keywords)
 
@@ -190,8 +185,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """:func:`flash_attn_varlen_func` of views of one (T, 3, H, D) tensor of packed sequences.
 
-    ``cu_seqlens`` and ``max_seqlen`` are those of queries and of keys. The other arguments are
-    those of ``flash_attn_varlen_func`` behind ``max_seqlen_k``, in its order or by name.
+    ``cu_seqlens`` and ``max_seqlen`` are those of queries and of keys.
     """
     q, k, v = _unpacked("qkv", qkv, 4, 3)
     lengths = (max_seqlen, max_seqlen)
@@ -201,11 +195,7 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, *options: Any, **keywords: Any
 ) -> Result:
-    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and (T_k, 2, G, D) keys and values.
-
-    The other arguments are those of ``flash_attn_varlen_func`` behind ``v``, in its order or by
-    name.
-    """
+    """:func:`flash_attn_varlen_func` of (T_q, H, D) queries and (T_k, 2, G, D) keys and values."""
     k, v = _unpacked("kv", kv, 4, 2)
     return flash_attn_varlen_func(q, k, v, *options, **keywords)
 
@@ -263,8 +253,7 @@ def flash_attn_with_kvcache(
     options = _options(
         "flash_attn_with_kvcache", others, causal, softmax_scale, window_size, softcap, alibi_slopes
     )
-    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
-    _check_rows(q)
+    _check_rows(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
         raise ValueError(
@@ -281,9 +270,9 @@ def flash_attn_with_kvcache(
             f"{tuple(lengths.shape)}. Count the places that are filled."
         )
     if k is not None and v is not None:
-        check_tensors(k=k, v=v)
+        _check_rows(k=k, v=v)
         for name, x, cached in (("k", k, k_cache), ("v", v, v_cache)):
-            shape = (len(q), *k.shape[1:2], *cached.shape[2:])
+            shape = (len(q), k.shape[1], *cached.shape[2:])
             if x.shape != shape or x.dtype != cached.dtype:
                 raise ValueError(
                     f"{name} must be {cached.dtype} of shape {shape}, as {name}_cache with k's "
@@ -315,7 +304,6 @@ def unpad_input(
         int32, the length of the longest sequence, and the lengths (B,) int32 without unused
         tokens.
     """
-    check_tensors(hidden_states=hidden_states, attention_mask=attention_mask)
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             raise ValueError(
@@ -347,12 +335,18 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _check_rows(q: object) -> None:
-    if isinstance(q, Tensor) and q.dim() != 4:
-        raise ValueError(
-            f"q must be (batch, sequence, heads, head_dim), but got {q.dim()} dimensions: "
-            f"{tuple(q.shape)}. Use flash_attn_varlen_func for packed sequences."
-        )
+def _check_rows(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, but got {type(x).__name__}. Convert it with "
+                f"torch.as_tensor({name})."
+            )
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, sequence, heads, head_dim), but got {x.dim()} dimensions: "
+                f"{tuple(x.shape)}. Use flash_attn_varlen_func for packed sequences."
+            )
 
 
 def _unpacked(name: str, packed: Tensor, dims: int, parts: int) -> tuple[Tensor, ...]:

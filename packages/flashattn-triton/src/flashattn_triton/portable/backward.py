@@ -45,11 +45,10 @@ from flashattn_triton.problem import Problem, heads_first
 
 
 class BackwardCall:
-    """The backward kernels on one kind of input: what their launches need, found out once.
+    """The backward kernels on one kind of input, planned for views whose last strides are 1.
 
-    They are planned for (B, H, N, ...) views, whose last strides are 1. A call takes tensors as
-    callers have them, and returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to
-    fp32 tensors with the strides of ``into``. The fused form is used if ``tiling`` has one, unless
+    A call returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to fp32 tensors with
+    the strides of ``into``. The fused form is used if ``tiling`` has one, unless
     ``problem.deterministic`` asks for a fixed order of every sum.
     """
 

@@ -218,11 +218,7 @@ def flash_forward_kernel(
 
 
 class ForwardCall:
-    """The forward kernel on one kind of input: what its launch needs, found out once.
-
-    It is planned for (B, H, N, D) views, whose last strides are 1; of a packed batch B is 1. It
-    takes tensors as callers have them.
-    """
+    """The forward kernel on one kind of input, planned for views whose last strides are 1."""
 
     def __init__(
         self,
