@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import time
+import warnings
 
 import pytest
 import torch
@@ -92,6 +93,7 @@ def test_accumulation_and_several_backwards(name: str, auto_finish: bool) -> Non
 
 def returned_gradients(rank: int, world_size: int, name: str) -> None:
     """``torch.autograd.grad`` writes no ``grad``, so there is nothing to average."""
+    warnings.filterwarnings("ignore", ".* averages gradients of backward", UserWarning)
     wrapped = EVERY[name](mlp(), missing_gradients="error")
     parameters = list(wrapped.parameters())
     collectives = wrapped._engine.average.collectives

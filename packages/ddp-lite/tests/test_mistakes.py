@@ -68,6 +68,23 @@ def test_the_usual_loop_with_clipping_is_right(name: str, auto: bool) -> None:
     run_case(usual_loop, 2, EACH_FINISH, name, auto)
 
 
+def gradients_asked_for(rank: int, world_size: int) -> None:
+    """One warning a wrapper, and none for gradients of inputs or a backward that follows."""
+    for name, wrapper in ALL.items():
+        wrapped = wrapper(mlp())
+        x = torch.full((2, 4), rank + 1.0, requires_grad=True)
+        torch.autograd.grad(wrapped(x).sum(), x)
+        loss = loss_of(wrapped, rank)
+        with pytest.warns(UserWarning, match=f"{name} averages gradients of backward"):
+            torch.autograd.grad(loss, list(wrapped.parameters()), retain_graph=True)
+        torch.autograd.grad(loss, list(wrapped.parameters()), retain_graph=True)
+        loss.backward()
+
+
+def test_gradients_without_backward_are_warned_of_once() -> None:
+    run_ranks(gradients_asked_for, 2)
+
+
 def wrapped_again(rank: int, world_size: int, first: str, second: str) -> None:
     model = mlp()
     wrapped = ALL[first](model)

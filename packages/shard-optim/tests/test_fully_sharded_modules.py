@@ -467,6 +467,43 @@ class Boxed(Returns):
     take = staticmethod(lambda box: box.value)
 
 
+class Stores(nn.Linear):
+    """Keeps its output as an attribute."""
+
+    def forward(self, x):
+        self.output = super().forward(x)
+
+
+class StoresLoss(nn.Module):
+    """A whole model whose forward returns nothing."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+    def forward(self, x):
+        self.inner(x @ self.scale)
+        self.loss = self.inner.output.square().mean()
+
+
+def check_outputs_of_none(rank, world_size):
+    """Refused where gradients are needed, before anything reads weights that are gone."""
+    for module, name in (
+        (nn.Sequential(Stores(WIDTH, WIDTH)), "0"),
+        (StoresLoss(Stores(WIDTH, WIDTH)), ""),
+    ):
+        model = FullyShardedDataParallel(module, units=[*module.children()])
+        before = model.full_parameters()
+        words = rf"{name}.* returned a NoneType. Return a tuple, .*no_grad"
+        with pytest.raises(TypeError, match=words):
+            model(batch(0, rank))
+        with torch.no_grad():
+            model(batch(0, rank))
+        for key, value in model.full_parameters().items():
+            assert torch.equal(value, before[key])
+
+
 def check_hidden_outputs(rank, world_size):
     """A unit's must be found, whether its weights or its inputs get the gradient; others may."""
     with pytest.raises(TypeError, match=r"'0' returned a Box. Return a tuple, a dictionary or"):
@@ -513,6 +550,7 @@ def check_hidden_outputs(rank, world_size):
 KEPT = ("repeats", "two outputs", "input passed on", "checkpointed", "shared inside")
 
 CHECKS = [
+    ("outputs of None", check_outputs_of_none, ()),
     *((name, check_module, (name, {})) for name in MODULES),
     *((f"{name}, kept", check_module, (name, {"reshard_after_forward": False})) for name in KEPT),
     ("two optimizers", check_two_optimizers, ()),

@@ -292,6 +292,46 @@ def check_freed(rank: int, world_size: int) -> None:
         assert bucket() is None, kwargs
 
 
+def check_two_optimizers(rank: int, world_size: int) -> None:
+    """The last one made trains on; an earlier one is refused before anything is sent."""
+    model = mlp()
+    earlier = sharded(model, reduce_gradients=True)
+    later = sharded(model, reduce_gradients=True)
+    twin = mlp()
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    for _ in range(2):
+        later.zero_grad()
+        loss_of(model, rank).backward()
+        with pytest.raises(RuntimeError, match=r"0\.weight was moved .* and only one over these"):
+            earlier.step()
+        later.step()
+        plain.zero_grad()
+        (sum(loss_of(twin, r) for r in range(world_size)) / world_size).backward()
+        plain.step()
+    for ours, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def check_step_again(rank: int, world_size: int) -> None:
+    """A step without gradients on any rank, after one that used them up; nothing has changed."""
+    model = mlp()
+    optimizer = sharded(model, reduce_gradients=True)
+    for _ in range(2):
+        loss_of(model, rank).backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        for again in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match="no rank has a gradient since the last step"):
+                again()
+        for p, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p, value)
+    optimizer.zero_grad()
+    optimizer.step()  # as after zero_grad() of a plain optimizer
+    if rank == 0:  # a rank without a batch
+        loss_of(model, rank).backward()
+    optimizer.step()
+
+
 CHECKS = [
     ("converted after construction", check_conversion, ()),
     ("other weights", check_other_weights, ()),
@@ -300,6 +340,8 @@ CHECKS = [
     ("gradients dropped before the step", check_dropped, ()),
     ("a layer-wise optimizer", check_layer_wise, ()),
     ("a layer-wise optimizer over shards", check_layer_wise_over_shards, ()),
+    ("two optimizers over the same parameters", check_two_optimizers, ()),
+    ("a second step without gradients", check_step_again, ()),
     ("moments of another shape", check_other_moments, ()),
     ("dropped optimizers are freed", check_freed, ()),
 ]

@@ -362,9 +362,9 @@ def check_late_reads(rank, world_size):
     with pytest.raises(RuntimeError, match="was called before"):
         optimizer.attach(model)
     optimizer.step()
-    assert any(bucket.gathering for bucket in optimizer.buckets)
+    assert any(bucket._gather is not None for bucket in optimizer.buckets)
     saved = copy.deepcopy(model.state_dict())
-    assert not any(bucket.gathering for bucket in optimizer.buckets)
+    assert not any(bucket._gather is not None for bucket in optimizer.buckets)
     plain = net()
     reference_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     loss_of(plain, 0, 0).backward()
@@ -398,9 +398,9 @@ def check_copies_of_the_model(rank, world_size):
         optimizer.attach(model)
         loss_of(model, 0, 0).backward()
         optimizer.step()
-        assert any(bucket.gathering for bucket in optimizer.buckets)
+        assert any(bucket._gather is not None for bucket in optimizer.buckets)
         other = copied(model)
-        assert not any(bucket.gathering for bucket in optimizer.buckets)
+        assert not any(bucket._gather is not None for bucket in optimizer.buckets)
         assert_close(model, other)
         loss_of(other, 1, 0).backward()
         other.load_state_dict(net().state_dict())
@@ -423,10 +423,10 @@ def check_two_optimizers(rank, world_size):
         loss_of(model, 0, 0).backward()
         for optimizer in optimizers:
             optimizer.step()
-            assert any(bucket.gathering for bucket in optimizer.buckets)
+            assert any(bucket._gather is not None for bucket in optimizer.buckets)
         read(model)
         for optimizer in optimizers:
-            assert not any(bucket.gathering for bucket in optimizer.buckets)
+            assert not any(bucket._gather is not None for bucket in optimizer.buckets)
 
 
 READS = {
@@ -455,9 +455,9 @@ def check_reads_inside(rank, world_size):
             optimizer.zero_grad()
             loss_of(wrapped, 0, rank).backward()
             optimizer.step()
-            assert any(bucket.gathering for bucket in optimizer.buckets)
+            assert any(bucket._gather is not None for bucket in optimizer.buckets)
             read(wrapped, model)
-            assert not any(bucket.gathering for bucket in optimizer.buckets), name
+            assert not any(bucket._gather is not None for bucket in optimizer.buckets), name
         if wrapper is BucketedDDP:
             model.head.weight = nn.Parameter(torch.ones(11, 6))  # not through the old table
             with pytest.raises(ModelMismatchError, match=r"head\.weight was replaced"):
@@ -538,9 +538,9 @@ def check_growing(rank, world_size):
             o.zero_grad()
             m(torch.ones(2, 4)).square().sum().backward()
             o.step()
-    assert any(bucket.gathering for bucket in optimizer.buckets)
+    assert any(bucket._gather is not None for bucket in optimizer.buckets)
     model(torch.ones(2, 4))
-    assert not any(bucket.gathering for bucket in optimizer.buckets)
+    assert not any(bucket._gather is not None for bucket in optimizer.buckets)
     assert_close(model, expected)
 
 

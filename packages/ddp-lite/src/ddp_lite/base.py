@@ -217,8 +217,7 @@ class DataParallelBase(TransparentWrapper, ABC):
     def sync_buffers(self) -> None:
         """Overwrites the buffers (such as BatchNorm statistics) with rank 0's. Collective."""
         buffers = list(self.module.buffers())
-        ranks = self._ranks
-        ranks.together("the broadcast of buffers", ranks.overwrite_with_rank_0, buffers)
+        self._ranks.together("the broadcast of buffers", self._ranks.overwrite_with_rank_0, buffers)
 
     def stats(self) -> SynchronizationStats | None:
         """The last synchronised step. Statistics are kept from the first call on.

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -206,6 +207,7 @@ class Engine:
         self.finished = False
         self._plan, self._rebucket, self._rebucket_next = plan, rebucket, rebucket
         self._process = os.getpid()
+        self._told = ranks.size == 1  # that some gradients are not averaged
         self._backward: int | None = None  # the one that ends the step, by autograd's number
         self._hooks: list[Hooks] = []  # one, or none before ``adopt`` and after ``detach``
         weakref.finalize(self, remove_all, self._hooks).atexit = False
@@ -380,7 +382,7 @@ class Engine:
                     tensor.register_hook(partial(self._reached_output, leaf_behind(tensor)))
 
     def _reached_output(self, leaf: Any, _gradient: Tensor) -> None:
-        if self.arrivals.accumulating or not _accumulates(leaf):
+        if self.arrivals.accumulating or not self._accumulates(leaf):
             return
         self.finish_after_this_backward()
         if self._backward != torch._C._current_graph_task_id():
@@ -390,6 +392,17 @@ class Engine:
                 "under way, or after it had failed. Add the losses and call backward once, from "
                 "one thread"
             )
+
+    def _accumulates(self, leaf: Any) -> bool:
+        """Whether the backward under way writes ``grad``, as ``torch.autograd.grad`` does not."""
+        try:
+            return torch._C._will_engine_execute_node(leaf)
+        except RuntimeError:  # the gradient that was asked for is this leaf's
+            if not self._told and any(leaf.variable is each for each in self.parameters):
+                self._told = True
+                words = "averages gradients of backward(), not those of torch.autograd.grad()"
+                warnings.warn(f"{self.ranks.owner} {words}", stacklevel=2)
+            return False
 
     def finish_after_this_backward(self) -> None:
         """Calls ``finish`` when the backward under way ends, unless it will be called already."""
@@ -445,12 +458,4 @@ def _as_wrapped(bucket: Bucket, gradients: Sequence[Any]) -> bool:
             bucket.dtype is torch.float32 or set(map(_dtype, gradients)) == {bucket.dtype}
         )
     except (AttributeError, RuntimeError):  # None, sparse
-        return False
-
-
-def _accumulates(leaf: Any) -> bool:
-    """Whether the backward under way writes ``grad``: that of ``torch.autograd.grad`` does not."""
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # the gradient that was asked for is this leaf's
         return False

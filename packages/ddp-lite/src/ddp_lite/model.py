@@ -146,11 +146,10 @@ class ModuleWatch:
         self._remember()
 
     def _remember(self) -> None:
-        module = self._module
-        self._structure = Structure(module, buffers=False)
-        self._parameters = list(module.parameters())
+        self._structure = Structure(self._module, buffers=False)
+        self._parameters = list(self._module.parameters())
         self._required = list(map(_requires_grad, self._parameters))
-        self._by_name = dict(module.named_parameters(remove_duplicate=False))
+        self._by_name = dict(self._module.named_parameters(remove_duplicate=False))
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters to average, with their names. Empty ones have nothing to average."""

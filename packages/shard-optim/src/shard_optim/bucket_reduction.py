@@ -123,6 +123,10 @@ class GradientReducer:
             reduction = BucketReduction(bucket)
             self._reductions.append(reduction)
             for position, param in enumerate(bucket.params):
+                # An earlier optimizer, whose step is refused, must not take gradients until then.
+                hooks = param._post_accumulate_grad_hooks or {}
+                for key in [key for key in hooks if getattr(hooks[key], "reduces", False)]:
+                    del hooks[key]
                 param.register_post_accumulate_grad_hook(self._hook(reduction, position))
 
     def _hook(self, reduction: BucketReduction, position: int) -> Callable[[Tensor], None]:
@@ -145,6 +149,7 @@ class GradientReducer:
             if len(arrived) == 1 and type(param.grad) is Tensor:  # not launched
                 param.grad = param.grad.as_subclass(PendingGradient)
 
+        on_gradient.reduces = True  # type: ignore[attr-defined]
         return on_gradient
 
     @contextmanager
@@ -329,7 +334,7 @@ class StandIn:
         self_if_alive = weakref.ref(self)
 
         def before_gradient(_grads: object) -> None:
-            if (self := self_if_alive()) is not None and type(self.param.grad) is ReducedGradient:
+            if (self := self_if_alive()) is not None and self.param.grad is self._grad:
                 self.remove()  # autograd would add to it
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.

@@ -132,7 +132,7 @@ class Bucket:
             "parameters must stay in the memory that the sharded optimizer updates, but "
             f"{name} was moved or converted since ({self.dtype} on {self.device} then, "
             f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
-            "and construct the optimizer then"
+            "and construct the optimizer then, and only one over these parameters"
         )
 
     def describe(self, what: str) -> str:
@@ -157,11 +157,6 @@ class Bucket:
             self._gather = self._ranks.together(
                 self._gather_words, self._communication.all_gather, [self.flat], [self.owned]
             )
-
-    @property
-    def gathering(self) -> bool:
-        """Whether an all-gather was launched and not awaited yet."""
-        return self._gather is not None
 
     def wait_gather(self) -> None:
         """Waits for the all-gather. On CUDA the current stream waits, not the host."""
@@ -341,12 +336,11 @@ class ForwardWaits:
                     call.keys.add(key)
                     if bucket_of[key] not in call.buckets:
                         call.buckets.append(bucket_of[key])
-        waits_if_alive = weakref.ref(self)  # a hook must not keep other parameters alive
+        check_if_alive = weakref.WeakMethod(self.check_read)  # keeps no other parameters alive
 
         def on_gradient(param: Tensor) -> None:
-            waits = waits_if_alive()
-            if waits is not None:
-                waits.check_read((param,))
+            if (check_read := check_if_alive()) is not None:
+                check_read((param,))
 
         params = (param for bucket in buckets for param in bucket.params)
         for param in params if self._hook_gradients else ():

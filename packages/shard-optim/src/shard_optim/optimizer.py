@@ -154,6 +154,7 @@ class ShardedOptimizer(Optimizer):
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
         self._collected = False
+        self._used_up = False  # a step has reduced gradients, and no zero_grad() followed
         self._steps = 0
         make = offloaded(optimizer_cls) if offload_state else optimizer_cls
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
@@ -352,6 +353,7 @@ class ShardedOptimizer(Optimizer):
             bucket.launch_gather()  # 3. gather
         if self._reducer is not None:
             self._reducer.discard()
+            self._used_up = True
         if self._waits is None:
             self.wait()
         else:
@@ -399,7 +401,14 @@ class ShardedOptimizer(Optimizer):
         if self._reducer is None:
             self.local.take_gradients()
         elif isinstance(self.local, LocalOptimizer):
-            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
+            unused = self._reducer.unused()
+            if self._used_up and len(unused) == sum(len(bucket.params) for bucket in self.buckets):
+                self._reducer.discard()
+                raise RuntimeError(
+                    "a step must follow a backward, but no rank has a gradient since the last step "
+                    "used them up. Run backward, or zero_grad() for a step that changes nothing."
+                )
+            self.local.take_reduced(self._reducer.slices(), unused)
         self._collected = True
 
     def wait(self) -> None:
@@ -463,7 +472,7 @@ class ShardedOptimizer(Optimizer):
         if self._reducer is not None:
             self._reducer.drop()
         self.local.drop_gradients()
-        self._collected = False
+        self._collected = self._used_up = False
         super().zero_grad(set_to_none or self._reducer is not None)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:

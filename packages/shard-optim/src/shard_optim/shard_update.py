@@ -216,10 +216,7 @@ class LocalOptimizer:
 
     def add(self, groups: Groups, buckets: Sequence[Bucket]) -> None:
         """Adds this rank's shards of new buckets."""
-        group_of: dict[int, int] = {}
-        for number, group in enumerate(groups):
-            for _ in group["params"]:
-                group_of[len(group_of)] = number
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
         sizes = [bucket.flat.nbytes for bucket in buckets]
         limit = max(sum(sizes) / MAX_STEP_GROUPS, MIN_STEP_GROUP_BYTES)
         for run in split_by_size(sizes, limit):
@@ -239,7 +236,7 @@ class LocalOptimizer:
                 group.update(settings_of(local))  # some classes hold them in tensors
             self.step_groups.append(StepGroup(optimizer, fused))
 
-    def _fuse(self, bucket: Bucket, group_of: Mapping[int, int]) -> list[FusedShard]:
+    def _fuse(self, bucket: Bucket, group_of: Sequence[int]) -> list[FusedShard]:
         """This rank's shards of a bucket, mergeable neighbours of one parameter group together."""
         gathered: list[list[Shard]] = []
         for shard in bucket.shards:

@@ -45,8 +45,8 @@ def check_settings(
             "reduce_dtype must be None, torch.float32, torch.bfloat16 or torch.float64, but "
             f"got {reduce_dtype}. Sums of fp16 gradients overflow. Pass torch.float32."
         )
-    choices = {"reshard_after_forward": reshard_after_forward, "cast_inputs": cast_inputs}
-    for name, value in choices.items():
+    flags = (("reshard_after_forward", reshard_after_forward), ("cast_inputs", cast_inputs))
+    for name, value in flags:
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, but got {value!r}. Leave it out.")
     if prefetch is True or prefetch not in (1, 2):

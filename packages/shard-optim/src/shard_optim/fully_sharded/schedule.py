@@ -99,9 +99,9 @@ class Schedule:
         self.generation = 0  # number of forwards that have begun
         self._number = {unit: number for number, unit in enumerate(units)}
         self._ranks, self._device = ranks, device
-        holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
-        self._params = [param for holder in holders for param in holder.params]
-        self._names = [name for holder in holders for name in holder.names]
+        self._holders: tuple[Unit | ReplicatedParameters, ...] = (*units, replicated)
+        self._params = [param for holder in self._holders for param in holder.params]
+        self._names = [name for holder in self._holders for name in holder.names]
         self._trainable = list(map(_requires_grad, self._params))  # the same on all ranks
         self._order_digest = 0  # of all gathers and reductions since the last exchange
         self.history = History()  # of what this rank does to the model
@@ -423,9 +423,8 @@ class Schedule:
                 slot.free()
 
     def _rest(self) -> None:
-        self.replicated.rest()
-        for unit in self.units:
-            unit.rest()
+        for holder in self._holders:
+            holder.rest()
 
     def _recover(self) -> None:
         """Before a forward: cleans up after a backward that an exception ended.
@@ -460,18 +459,19 @@ def _in_backward() -> bool:
 
 
 def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
-    """Raises TypeError for outputs in which no gradient was found, but could be hidden."""
+    """Raises TypeError for outputs that hold no gradient, but hide one or are no tensors at all."""
     known = (Tensor, str, bytes, numbers.Number, torch.dtype, torch.device, type(None))
     leaves = pytree.tree_leaves(outputs)
     hidden = [x for x in leaves if not isinstance(x, known) and not dataclasses.is_dataclass(x)]
     needs_weights = any(unit.trainable_positions() for unit in call.units) or any(
         tensor.requires_grad for tensor in tensors_in(inputs)
     )
-    if hidden and needs_weights:
+    if needs_weights and (hidden or not list(tensors_in(outputs))):
+        got = type(hidden[0] if hidden else outputs).__name__
         raise TypeError(
             "a unit must return tensors, or containers or data classes of them, whose gradients "
-            f"tell when to gather it again, but {call.units[0].name!r} returned a "
-            f"{type(hidden[0]).__name__}. Return a tuple, a dictionary or a data class."
+            f"tell when to gather it again, but {call.units[0].name!r} returned a {got}. Return a "
+            "tuple, a dictionary or a data class, or call it under torch.no_grad()."
         )
 
 

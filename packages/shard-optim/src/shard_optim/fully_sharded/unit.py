@@ -52,15 +52,15 @@ class Cut:
         return first, min(self.chunk, self.numel - first)
 
 
-def plan_cuts(numels: Sequence[int], world_size: int) -> list[Cut]:
-    """Equal ranges of every parameter, parameters back to back at aligned offsets."""
+def plan_cuts(numels: Sequence[int], world_size: int) -> tuple[list[Cut], int, int]:
+    """Equal ranges of parameters at aligned offsets; elements of a rank's shards, and of all."""
     cuts, shard, whole = [], 0, 0
     for numel in numels:
         chunk = -(-numel // world_size)
         cuts.append(Cut(numel=numel, chunk=chunk, shard_offset=shard, whole_offset=whole))
         shard += round_up(chunk, ALIGNMENT)
         whole += round_up(chunk * world_size, ALIGNMENT)
-    return cuts
+    return cuts, shard, whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,11 +233,8 @@ class Unit:
         self._casts = casts and self.gather_dtype != self.dtype
         self._casts_averages = casts or self.replicas is not None
         self._reduce_dtype = reduce_dtype
-        self.cuts = plan_cuts([param.numel() for param in self.params], world_size)
-        self.whole_numel = self.cuts[-1].whole_offset + round_up(
-            self.cuts[-1].chunk * world_size, ALIGNMENT
-        )
-        self.shard_numel = self.cuts[-1].shard_offset + round_up(self.cuts[-1].chunk, ALIGNMENT)
+        numels = [param.numel() for param in self.params]
+        self.cuts, self.shard_numel, self.whole_numel = plan_cuts(numels, world_size)
         self.places = []  # where each parameter lies
         # This rank's ranges of all parameters, flat.
         self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)

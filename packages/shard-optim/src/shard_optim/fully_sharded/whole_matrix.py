@@ -93,11 +93,10 @@ class WholeMatrices(OwnShards):
         costs = [orthogonalization_cost(matrix.place.size) for matrix in matrices]
         self._owned = assign_owners(costs, [0] * self._ranks.size)
         for rank, positions in enumerate(self._owned):
-            for position in positions:
-                matrices[position].owner = rank
-        for position in self._owned[self._ranks.rank]:
-            matrix = matrices[position]
-            matrix.whole = stand_in(matrix.param, matrix.place.size)
+            for matrix in (matrices[position] for position in positions):
+                matrix.owner = rank
+                if rank == self._ranks.rank:
+                    matrix.whole = stand_in(matrix.param, matrix.place.size)
         super().__init__(groups, make, kwargs)
 
     def add_group(self, group: dict[str, Any]) -> None:

@@ -312,9 +312,8 @@ class FullyShardedDataParallel(TransparentWrapper):
             raise RuntimeError(USED.format("clip_grad_norm_"))
         check_clipping(max_norm, norm_type)
         self.schedule.finish()
-        sharded = [param for unit in self.units for param in unit.params]
         return clip_sharded_(
-            [param.grad for param in sharded if param.grad is not None],
+            [p.grad for unit in self.units for p in unit.params if p.grad is not None],
             max_norm,
             norm_type=norm_type,
             ranks=self.ranks.shards,
