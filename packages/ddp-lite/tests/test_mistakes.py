@@ -69,12 +69,13 @@ def test_the_usual_loop_with_clipping_is_right(name: str, auto: bool) -> None:
 
 
 def gradients_asked_for(rank: int, world_size: int) -> None:
-    """One warning a wrapper, and none for gradients of inputs or a backward that follows."""
+    """One warning a wrapper; none for gradients of inputs, or with ``create_graph``."""
     for name, wrapper in ALL.items():
         wrapped = wrapper(mlp())
         x = torch.full((2, 4), rank + 1.0, requires_grad=True)
         torch.autograd.grad(wrapped(x).sum(), x)
         loss = loss_of(wrapped, rank)
+        torch.autograd.grad(loss, list(wrapped.parameters()), create_graph=True)
         with pytest.warns(UserWarning, match=f"{name} averages gradients of backward"):
             torch.autograd.grad(loss, list(wrapped.parameters()), retain_graph=True)
         torch.autograd.grad(loss, list(wrapped.parameters()), retain_graph=True)

@@ -398,7 +398,9 @@ class Engine:
         try:
             return torch._C._will_engine_execute_node(leaf)
         except RuntimeError:  # the gradient that was asked for is this leaf's
-            if not self._told and any(leaf.variable is each for each in self.parameters):
+            again = torch.is_grad_enabled()  # create_graph=True: a backward is to follow
+            asked = getattr(leaf, "variable", None)
+            if not (self._told or again) and any(asked is p for p in self.parameters):
                 self._told = True
                 words = "averages gradients of backward(), not those of torch.autograd.grad()"
                 warnings.warn(f"{self.ranks.owner} {words}", stacklevel=2)
