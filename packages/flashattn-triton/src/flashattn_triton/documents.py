@@ -12,6 +12,7 @@ keys), D head_dim, E head_dim of value.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,14 @@ _SCATTERED = (
     "several pieces"
 )
 _REMEDY = "Sort the tokens by document, or give every piece a number of its own."
+
+
+@overload
+def cu_seqlens_of(document_ids: Tensor, max_documents: None = None) -> tuple[Tensor, int]: ...
+
+
+@overload
+def cu_seqlens_of(document_ids: Tensor, max_documents: int | None) -> tuple[Tensor, int | None]: ...
 
 
 def cu_seqlens_of(
