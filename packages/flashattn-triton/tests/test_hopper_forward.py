@@ -76,16 +76,7 @@ def test_heads_and_lengths(
     check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
 
 
-@pytest.fixture
-def _long_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For short problems too."""
-    from flashattn_triton.hopper import configs
-
-    for key, rows in configs.FORWARD.items():
-        monkeypatch.setitem(configs.FORWARD, key, rows[-1:])
-
-
-@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.usefixtures("long_configurations")
 @pytest.mark.parametrize("head_dim", [80, 96, 128])
 @pytest.mark.parametrize(
     "options",

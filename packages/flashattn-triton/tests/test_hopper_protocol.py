@@ -328,14 +328,7 @@ def test_columns_that_are_not_in_use(name: str, head_dim: int) -> None:
     check_backward(problem, seed)
 
 
-@pytest.fixture
-def _long_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For short problems too."""
-    for key, rows in configs.FORWARD.items():
-        monkeypatch.setitem(configs.FORWARD, key, rows[-1:])
-
-
-@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.usefixtures("long_configurations")
 @pytest.mark.parametrize("head_dim", [80, 96, 128])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_long_configurations(name: str, head_dim: int) -> None:
@@ -529,7 +522,7 @@ def test_packed_forward_on_random_schedules(
 
 
 @interpreted
-@pytest.mark.usefixtures("_long_configurations")
+@pytest.mark.usefixtures("long_configurations")
 @pytest.mark.parametrize("head_dim", [96, 128])
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_long_configurations(name: str, head_dim: int) -> None:

@@ -33,7 +33,13 @@ def restore_forms(optimizer: Optimizer) -> None:
     if type(optimizer).__module__.startswith("torch.optim."):
         return
     like = next((p for group in optimizer.param_groups for p in group["params"]), None)
-    if like is None or not _forms(optimizer, like.new_zeros(_LARGE)):
+    if like is None:
+        return
+    try:
+        keeps_own = bool(_forms(optimizer, like.new_zeros(_LARGE)))
+    except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
+        return
+    if not keeps_own:
         return
     for param, state in optimizer.state.items():
         for key, own in _forms(optimizer, torch.zeros_like(param)).items():
@@ -49,8 +55,5 @@ def _forms(optimizer: Optimizer, param: Tensor) -> dict[str, Tensor]:
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(optimizer.param_groups[0]) | {"params": [param]}]
     step = type(optimizer).step
-    try:
-        getattr(step, "__wrapped__", step)(twin)  # without the hooks of the optimizer
-    except Exception:  # noqa: BLE001 - whatever a class of the user's does with a trial
-        return {}
+    getattr(step, "__wrapped__", step)(twin)  # without the hooks of the optimizer
     return {k: v for k, v in twin.state[param].items() if _is_own_form(v)}

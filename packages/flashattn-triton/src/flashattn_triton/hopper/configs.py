@@ -17,8 +17,8 @@ class ForwardShape:
     registers: of a consumer's thread.
     parts: of equal width, into which tiles of Q and K are cut; widths of parts are powers of two.
     q_slots: 2, so that the next tile of Q is loaded ahead, or 1.
-    over_queries: the output takes the place of Q in shared memory, and with two slots the place is
-        free for the next but one when the next tile has begun: too late in short sequences.
+    over_queries: the output takes the place of Q in shared memory. With two slots, one is free for
+        another tile only when the next tile has begun, which is too late in short sequences.
     in_order: P·V of a tile is added before the next tile's scores, not beside its softmax.
     named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
         mbarriers.
