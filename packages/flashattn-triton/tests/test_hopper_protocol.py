@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from flashattn_triton.hopper import (
     configs,
     forward,
     forward_kernel,
+    schedule,
     scores,
 )
 from flashattn_triton.hopper.configs import backward_config, forward_widths
@@ -653,3 +654,67 @@ def test_the_simulation_finds_additions_that_are_not_in_order() -> None:
         for schedule in range(10)
     )
     assert not all(np.array_equal(first, other) for other in others)
+
+
+def key_tiles_in_order(
+    heads: int, tiles: int, programs: int, at_once: int, *, ordered: bool = False, packed: bool
+) -> list[tuple[int, int]]:
+    """(key head, tile of keys) of each program of a backward kernel, of 64 keys a tile."""
+    options = SimpleNamespace(packed=packed, ordered=ordered, bottom_right=False, at_once=at_once)
+    # Of a packed batch, two sequences of the same length.
+    table = np.zeros((1 + 2 * tiles, FIELDS.value), dtype=int)
+    for tile in range(2 * tiles):
+        sequence = tile // tiles
+        end = (sequence + 1) * tiles * 64
+        table[1 + tile] = [sequence * tiles, end, tiles * 64, end, tiles * 64, 1, 0, sequence]
+    sizes = (tiles * 64, tiles * 64, heads, 1, 0)
+    found = []
+    for program in range(programs):
+        functions = load(schedule, Machine(0, program, programs))
+        first_key, head, *_, sequence = functions["key_tile_of_program"](
+            sizes, Pointer(table.reshape(-1)), 64, options
+        )
+        found.append((int(sequence) * heads + int(head), int(first_key) // 64))
+    return found
+
+
+def test_last_heads_are_computed_together_where_their_tiles_differ() -> None:
+    """All begin their longest tiles first, and the shortest ones fill what is left."""
+    one_by_one = [(head, tile) for head in range(8) for tile in range(3)]
+    assert key_tiles_in_order(4, 3, 24, 0, packed=False) == one_by_one
+    last_first = [(head, 2 - tile) for head, tile in one_by_one]
+    assert key_tiles_in_order(4, 3, 24, 0, ordered=True, packed=False) == last_first
+    together = [(head, tile) for tile in range(3) for head in (6, 7)]
+    assert key_tiles_in_order(4, 3, 24, 7, packed=False) == [*one_by_one[:18], *together]
+    every = [(head, tile) for tile in range(3) for head in range(8)]
+    assert key_tiles_in_order(4, 3, 24, 1000, packed=False) == every
+
+
+def test_heads_of_a_packed_sequence_are_computed_together_if_all_run_at_once() -> None:
+    one_by_one = [(head, tile) for head in range(8) for tile in range(3)]
+    assert key_tiles_in_order(4, 3, 24, 11, packed=True) == one_by_one
+    first = [(head, tile) for tile in range(3) for head in range(4)]
+    second = [(head + 4, tile) for head, tile in first]
+    assert key_tiles_in_order(4, 3, 24, 12, packed=True) == [*first, *second]
+
+
+@pytest.mark.parametrize(
+    ("options", "at_once"),
+    [
+        ({"causal": True}, 132),
+        ({"window": (None, 3)}, 132),
+        ({}, 0),
+        ({"causal": True, "window": (500, None)}, 0),
+        ({"causal": True, "deterministic": True}, 0),
+    ],
+    ids=str,
+)
+def test_only_a_free_order_under_a_causal_mask_changes(
+    options: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)
+    q = torch.empty(1, 2, 200, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 2, 200, device="meta")
+    problem = new_problem(head_dim=64, **options)
+    call = backward.HopperBackwardCall((q, q, q, q, lse, q, None), problem)
+    assert call.main.constants["OPTIONS"].at_once == at_once

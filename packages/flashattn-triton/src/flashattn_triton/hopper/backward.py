@@ -203,10 +203,13 @@ class HopperBackwardCall:
             of_sums = dict.fromkeys(of_sums)
             dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
-        most_in_ring = 0
-        if problem.deterministic and problem.band == (None, None):
+        most_in_ring = at_once = 0
+        left, right = problem.band
+        if problem.deterministic and left is right is None:
             # So many programs surely run at the same time, also beside another kernel's.
             most_in_ring = forward.multiprocessors(device) // 2
+        elif not problem.deterministic and left is None and right is not None:
+            at_once = forward.multiprocessors(device)
         self.main = hopper_launch(
             kernel,
             programs[1],
@@ -247,6 +250,7 @@ class HopperBackwardCall:
                     ordered=problem.deterministic,
                     adds=bool(into),
                     ring=most_in_ring,
+                    at_once=at_once,
                 )
             },
         )

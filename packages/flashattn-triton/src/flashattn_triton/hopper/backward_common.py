@@ -80,6 +80,8 @@ class BackwardOptions:
     ordered: programs add to a tile of dQ in a fixed order.
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
+    at_once: how many programs the GPU runs at the same time, where a causal mask makes some longer
+        than others and their order is free; else 0.
     """
 
     columns: int
@@ -91,6 +93,7 @@ class BackwardOptions:
     ordered: bool
     adds: bool
     ring: int
+    at_once: int
 
 
 # ---- entry ---------------------------------------------------------------------------------------

@@ -296,8 +296,8 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
     """A tile of KEYS keys: (first key, key head, queries, keys, offset, q_at, k_at, sequence).
 
     Queries, keys and offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for
-    :func:`load_tile`. Programs take one head after another, and of a head the first tile of keys
-    first, which most queries see, or the last one first if ``ordered``.
+    :func:`load_tile`. Programs take one head after another, the last ones together, and of a head
+    the first tile of keys first, which most queries see, or the last one first if ``ordered``.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if OPTIONS.packed:
@@ -306,16 +306,26 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
         )
         n_tiles = max(gl.cdiv(n_keys, KEYS), 1)
         index = gl.program_id(0) - first_tile * N_KV_HEADS
-        head = index // n_tiles
-        first_key = (index % n_tiles) * KEYS
+        n_heads = N_KV_HEADS
+    else:
+        n_tiles = gl.cdiv(N_KEYS, KEYS)
+        index = gl.program_id(0)
+        n_heads = gl.num_programs(0) // n_tiles
+    # The last heads come together, their shortest tiles last, when other programs end: up to 7 %.
+    together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
+    if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
+        together = gl.where(together == n_heads, n_heads, 1)
+    before = (n_heads - together) * n_tiles  # programs of heads that come one after another
+    late = index >= before
+    index = gl.where(late, index - before, index)
+    head = gl.where(late, n_heads - together + index % together, index // n_tiles)
+    first_key = gl.where(late, index // together, index % n_tiles) * KEYS
+    if OPTIONS.packed:
         q_at = (end_q, END - n_queries)
         k_at = (end_k, END - n_keys)
         if OPTIONS.bottom_right:
             offset += n_keys - n_queries
     else:
-        n_tiles = gl.cdiv(N_KEYS, KEYS)
-        head = gl.program_id(0) // n_tiles
-        first_key = (gl.program_id(0) % n_tiles) * KEYS
         sequence = head // N_KV_HEADS  # of a dense batch
         head = head % N_KV_HEADS
         n_queries = N_QUERIES
