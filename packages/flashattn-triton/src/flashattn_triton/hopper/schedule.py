@@ -311,15 +311,19 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
         n_tiles = gl.cdiv(N_KEYS, KEYS)
         index = gl.program_id(0)
         n_heads = gl.num_programs(0) // n_tiles
-    # The last heads come together, their shortest tiles last, when other programs end: up to 7 %.
-    together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
-    if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
-        together = gl.where(together == n_heads, n_heads, 1)
-    before = (n_heads - together) * n_tiles  # programs of heads that come one after another
-    late = index >= before
-    index = gl.where(late, index - before, index)
-    head = gl.where(late, n_heads - together + index % together, index // n_tiles)
-    first_key = gl.where(late, index // together, index % n_tiles) * KEYS
+    if OPTIONS.at_once > 0:
+        # The last heads come together, their shortest tiles last, when other programs end: 3 %.
+        together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
+        if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
+            together = gl.where(together == n_heads, n_heads, 1)
+        before = (n_heads - together) * n_tiles  # programs of heads that come one after another
+        late = index >= before
+        index = gl.where(late, index - before, index)
+        head = gl.where(late, n_heads - together + index % together, index // n_tiles)
+        first_key = gl.where(late, index // together, index % n_tiles) * KEYS
+    else:
+        head = index // n_tiles
+        first_key = (index % n_tiles) * KEYS
     if OPTIONS.packed:
         q_at = (end_q, END - n_queries)
         k_at = (end_k, END - n_keys)
