@@ -156,7 +156,7 @@ class _Part(ScoreTiles):
         """
         for queries in tiles(self.n_queries, self.tile):
             for start, _ in self.key_tiles(*queries, self.tile):
-                end = min(start + self.tile, self.band.n_keys)
+                end = min(start + self.tile, self.n_keys)
                 yield queries, self.rows(*queries), (start, end)
 
     def _tangent(
