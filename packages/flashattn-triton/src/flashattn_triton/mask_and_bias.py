@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal, check_tensors, in_one_batch
+from flashattn_triton.inputs import as_int32, check_equal, check_tensors, in_one_batch
 from flashattn_triton.problem import (
     DTYPES,
     Problem,
@@ -249,7 +249,7 @@ def resolve_mask_and_bias(
                 f"sequence, but got {prefix_lengths.dtype} of shape {shape}. Count the keys that "
                 f"every query sees."
             )
-        prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
+        prefix_lengths = as_int32(prefix_lengths.reshape(batch)).contiguous()
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
     return Given(alibi_slopes, bias, prefix_lengths, mask, sinks, *starts)

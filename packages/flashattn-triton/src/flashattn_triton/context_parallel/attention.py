@@ -253,7 +253,7 @@ def packed_problem(
     starts = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
-            cu_seqlens = torch.tensor(starts_of(cu_seqlens), dtype=torch.int32)
+            cu_seqlens = torch.tensor(starts_of(cu_seqlens))
         starts = cu_seqlens.cpu()
     if starts is not None and layout is not None:
         raise ValueError(

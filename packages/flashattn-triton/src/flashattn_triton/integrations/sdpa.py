@@ -30,8 +30,8 @@ from flashattn_triton.problem import (
     DTYPES,
     LARGEST_FACTOR,
     MAX_HEAD_DIMS,
+    as_number,
     broadcasts,
-    is_number,
 )
 
 
@@ -181,7 +181,7 @@ class _Call:
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
         scale = 0 if self.scale is None else self.scale
-        if not is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
+        if not abs(as_number(scale)) <= LARGEST_FACTOR:
             return f"a scale that is no number of at most {LARGEST_FACTOR:.0e} in size"
         mask = self.attn_mask
         if mask is None:
