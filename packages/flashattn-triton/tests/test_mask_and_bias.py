@@ -522,7 +522,6 @@ def test_what_is_said() -> None:
 def test_a_call_without_them_is_the_call_it_was() -> None:
     """The same operator arguments, and the same cached call."""
     assert NOTHING.names == ()
-    assert NOTHING.bias_strides == (None,) * 4
     assert operator_arguments(new_problem(head_dim=16))[:7] == (None,) * 7
 
 

@@ -89,14 +89,6 @@ class Given(NamedTuple):
             return False
         return starts_q.data_ptr() == starts_k.data_ptr()
 
-    @property
-    def bias_strides(self) -> tuple[int | None, ...]:
-        """Strides of the bias, 0 in dimensions that share it; four times None without a bias."""
-        if self.bias is None:
-            return (None,) * 4
-        sizes = zip(self.bias.shape, self.bias.stride(), strict=True)
-        return tuple(0 if n == 1 else stride for n, stride in sizes)
-
     def sequence(self, index: int) -> Given:
         """The tensors of one packed sequence, a batch of one that is not packed."""
         slopes, bias, prefix_lengths, mask = (
