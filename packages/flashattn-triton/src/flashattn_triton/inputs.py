@@ -24,13 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import (
-    DTYPES,
-    Problem,
-    check_layout,
-    heads_first,
-    normalise_length,
-)
+from flashattn_triton.problem import DTYPES, Problem, check_layout, heads_first, normalise_length
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"

@@ -37,15 +37,7 @@ from flashattn_triton.launch import (
     empty_result,
     empty_row_statistic,
 )
-from flashattn_triton.mask_and_bias import (
-    BIAS,
-    GIVEN,
-    NOTHING,
-    SINKS,
-    STARTS,
-    Given,
-    normalised,
-)
+from flashattn_triton.mask_and_bias import BIAS, GIVEN, NOTHING, SINKS, STARTS, Given, normalised
 from flashattn_triton.operator_rules import (
     RESULTS,
     TENSORS,

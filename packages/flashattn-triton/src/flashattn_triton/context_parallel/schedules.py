@@ -33,12 +33,7 @@ from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
-from flashattn_triton.context_parallel.transfers import (
-    SLOTS,
-    Copies,
-    Transfers,
-    memory_for,
-)
+from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Transfers, memory_for
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.parts import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem

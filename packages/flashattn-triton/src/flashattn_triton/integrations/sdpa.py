@@ -26,13 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import (
-    DTYPES,
-    LARGEST_FACTOR,
-    MAX_HEAD_DIMS,
-    as_number,
-    broadcasts,
-)
+from flashattn_triton.problem import DTYPES, LARGEST_FACTOR, MAX_HEAD_DIMS, as_number, broadcasts
 
 
 @dataclass
