@@ -190,6 +190,26 @@ def test_bad_arguments(change: dict[str, Any], message: str) -> None:
         flash_attention(*inputs(), **change)
 
 
+def test_numbers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    q, k, v = inputs()
+    expected = flash_attention(q, k, v, window=(3, 1), scale=0.25, softcap=2.0)
+    for real in (np.float16, np.float32, np.float64):
+        window = (np.int64(3), np.uint8(1))
+        out = flash_attention(q, k, v, window=window, scale=real(0.25), softcap=real(2))
+        assert torch.equal(out, expected)
+    for change, message in (
+        ({"window": (np.int64(-1), 0)}, "window left must be an integer >= 0"),
+        ({"window": (None, np.float32(1))}, "window right must be an integer >= 0"),
+        ({"window": (torch.tensor(1), 0)}, "window left must be an integer >= 0"),
+        ({"scale": np.float16("inf")}, "scale must be a finite number"),
+        ({"scale": 10**400}, "scale must be a finite number"),
+        ({"softcap": np.bool_(True)}, "softcap must be a finite number > 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attention(q, k, v, **change)
+
+
 def starts(*values: int, **keywords: Any) -> torch.Tensor:
     return torch.tensor(values, **{"dtype": torch.int32, "device": "cpu", **keywords})
 
@@ -400,6 +420,24 @@ def test_lengths_and_starts_of_other_types(length: Callable[[], Any]) -> None:
         flash_attention_varlen(x, x, x, ends, ends, length() - 1, length())
     with pytest.raises(ValueError, match="max_seqlen_q must be an integer >= 0 or None"):
         flash_attention_varlen(x, x, x, ends, ends, torch.tensor(9.0), 9)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("offset", [2**32, -(2**32)])
+def test_numbers_beyond_int32_do_not_wrap(offset: int) -> None:
+    x = torch.randn(20, 2, 16)
+    ends = torch.tensor([0, 9, 20 + offset])
+    with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0 to the number of tokens"):
+        flash_attention_varlen(x, x, x, ends, ends)
+    tokens = torch.empty(2**31, 1, 8, device="meta")
+    starts_of_two = torch.empty(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"query must have less than 2\^31 tokens"):
+        flash_attention_varlen(tokens, tokens, tokens, starts_of_two, starts_of_two)
+    q, k, v = inputs()
+    lengths = torch.full((len(q),), 7 + offset, device=DEVICE)
+    out = flash_attention(q, k, v, causal="bottom-right", prefix_lengths=lengths)
+    whole = torch.full_like(lengths, k.shape[2] if offset > 0 else 0)
+    expected = flash_attention(q, k, v, causal="bottom-right", prefix_lengths=whole)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("as_number", [False, True])

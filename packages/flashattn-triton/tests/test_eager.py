@@ -402,7 +402,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return start
 
-    plan = dispatch.Plan(tier="hopper", tiling=TABLE[220, 64, 2], reason="a test", ordered=True)
+    plan = dispatch.Plan(
+        tier="hopper", tiling=TABLE[220, 64, 2], reason="a test", hopper_backward=True
+    )
     monkeypatch.setattr(op, "choose", lambda *inputs, **options: plan)
     monkeypatch.setattr(Launch, "_launcher", launcher)
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)

@@ -104,7 +104,7 @@ def plan(
 def test_it_is_chosen(implementation: str) -> None:
     chosen = plan(implementation)
     assert chosen.tier == "hopper"
-    assert chosen.runs_hopper_backward(PLAIN)
+    assert chosen.hopper_backward
 
 
 @pytest.mark.usefixtures("on_sm90")
@@ -121,8 +121,8 @@ def test_it_is_chosen(implementation: str) -> None:
 def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None:
     """By "auto" where they are faster than the portable tier's, by name with every mask."""
     resolved = new_problem(head_dim=64, deterministic=True, **options)
-    assert plan("auto", options=resolved).runs_hopper_backward(resolved) == by_auto
-    assert plan("hopper", options=resolved).runs_hopper_backward(resolved)
+    assert plan("auto", options=resolved).hopper_backward == by_auto
+    assert plan("hopper", options=resolved).hopper_backward
 
 
 @pytest.mark.usefixtures("on_sm90")
@@ -134,13 +134,13 @@ def test_deterministic_gradients(options: dict[str, Any], by_auto: bool) -> None
 def test_gradients_of_wide_heads(head_dims: tuple[int, int], implementation: str) -> None:
     for causal in ("none", "top-left", "bottom-right"):
         options = Problem(scale=-0.1, causal=causal)
-        assert plan(implementation, head_dims, options).runs_hopper_backward(options)
+        assert plan(implementation, head_dims, options).hopper_backward
     for other in (
         Problem(scale=0.1, window=(100, None)),
         Problem(scale=0.1, deterministic=True),
         Problem(scale=0.1, softcap=20.0),
     ):
-        assert plan(implementation, head_dims, other).runs_hopper_backward(other)
+        assert plan(implementation, head_dims, other).hopper_backward
 
 
 @pytest.mark.usefixtures("on_sm90")
@@ -149,11 +149,11 @@ def test_soft_caps(head_dim: int) -> None:
     capped = Problem(scale=0.125, softcap=20.0)
     chosen = plan("hopper", head_dims=(head_dim, head_dim), options=capped)
     assert chosen.tier == "hopper"
-    assert chosen.runs_hopper_backward(capped) == (head_dim > 64)
+    assert chosen.hopper_backward == (head_dim > 64)
     assert chosen.tiling is not None
     by_auto = plan(head_dims=(head_dim, head_dim), options=capped)
     assert by_auto.tier == ("hopper" if head_dim > 64 else "triton")
-    assert by_auto.runs_hopper_backward(capped) == (head_dim > 64)
+    assert by_auto.hopper_backward == (head_dim > 64)
 
 
 @pytest.mark.usefixtures("on_sm90")
@@ -231,4 +231,4 @@ def test_packed_batches_without_scores_take_the_portable_tier(lengths: tuple[int
     q, k = (torch.empty(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in lengths)
     problem = new_problem("thd", 64, lengths)
     plan = dispatch.choose(q, k, k, problem)
-    assert (plan.tier, plan.runs_hopper_backward(problem)) == ("triton", False)
+    assert (plan.tier, plan.hopper_backward) == ("triton", False)

@@ -28,7 +28,7 @@ from flashattn_triton.launch import tile_view
 from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable import forward
 from flashattn_triton.problem import Problem, new_problem
-from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
+from flashattn_triton.tiled import ScoreTiles, tiled_backward, tiled_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(32, 32, 4, 1)
@@ -306,14 +306,15 @@ def test_tiles_cover_exactly_what_is_visible(
     i, j = torch.arange(shape[0])[:, None], torch.arange(shape[1])
     offset = shape[1] - shape[0] if causal == "bottom-right" else 0
     visible = (j <= i + offset) | (j < prefix)
-    prefixes = torch.tensor([prefix])
-    band = Band.of(*shape, Problem(scale=1.0, causal=causal), prefixes)
+    query, key = (torch.empty(1, 1, n, 1) for n in shape)
+    prefixes = Given(prefix_lengths=torch.tensor([prefix]))
+    found = ScoreTiles(query, key, Problem(scale=1.0, causal=causal), prefixes)
     covered = torch.zeros(*shape, dtype=torch.bool)
     spans = [(n, min(n + 16, shape[0])) for n in range(0, shape[0], 16)]
-    for queries, keys in [(q, k) for q in spans for k in band.key_tiles(*q, 16)]:
+    for queries, keys in [(q, k) for q in spans for k in found.key_tiles(*q, 16)]:
         tile = (slice(*queries), slice(*keys))
         assert visible[tile].any(), f"{queries} x {keys} was visited for nothing"
-        hidden = band.hidden(queries, keys, visible, prefixes)
+        hidden = found.hidden(queries, keys)
         covered[tile] = True if hidden is None else ~hidden[0, 0, :, 0]
     assert torch.equal(covered, visible)
 
@@ -521,7 +522,6 @@ def test_what_is_said() -> None:
 def test_a_call_without_them_is_the_call_it_was() -> None:
     """The same operator arguments, and the same cached call."""
     assert NOTHING.names == ()
-    assert NOTHING.bias_strides == (None,) * 4
     assert operator_arguments(new_problem(head_dim=16))[:7] == (None,) * 7
 
 

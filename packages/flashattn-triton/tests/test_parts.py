@@ -238,3 +238,21 @@ def test_what_a_part_without_visible_keys_holds_does_not_matter(layout: Any) -> 
     gradients = torch.autograd.grad((merged[0] * 2).sum() + merged[1].sum(), leaves)
     for gradient, expected in zip(gradients, (2.0, 1.0, 0.0, 0.0), strict=True):
         torch.testing.assert_close(gradient, torch.full_like(gradient, expected))
+
+
+@pytest.mark.parametrize("mapped", ["query", "into", "prefix_lengths"])
+def test_within_a_transform(mapped: str) -> None:
+    x, into = torch.randn(3, 1, 2, 8, 16, device=DEVICE), torch.zeros(3, 1, 2, 8, 16, device=DEVICE)
+    out, lse = flash_attention(x[0], x[0], x[0], causal=True, return_lse=True)
+    prefixes = torch.ones(3, 1, dtype=torch.int32, device=DEVICE)
+
+    def differentiate(x: Tensor, dq: Tensor, prefixes: Tensor) -> Tensor:
+        sums = (dq, torch.zeros_like(out), torch.zeros_like(out))
+        backward(x, x, x, out, lse, out, sums, causal=True, prefix_lengths=prefixes)
+        return dq
+
+    of = {"query": x, "into": into, "prefix_lengths": prefixes}
+    arguments = [whole if name == mapped else whole[0] for name, whole in of.items()]
+    dims = tuple(0 if name == mapped else None for name in of)
+    with pytest.raises(RuntimeError, match="but got one of a transform, such as"):
+        torch.func.vmap(differentiate, dims)(*arguments)

@@ -11,7 +11,7 @@ from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.op import BACKWARD, FORWARD
 from flashattn_triton.problem import Problem
 from flashattn_triton.reference import attention_reference, visibility_mask
-from flashattn_triton.tiled import Band, tiled_backward, tiled_forward
+from flashattn_triton.tiled import ScoreTiles, tiled_backward, tiled_forward
 
 
 def results(inputs, lse_gradient=True, **sizes):
@@ -84,29 +84,33 @@ def test_every_packed_case(varlen_case, make_inputs, assert_results_close):
     assert_results_close(inputs, {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv})
 
 
+def score_tiles(n_queries, n_keys, problem):
+    query, key = torch.empty(1, 1, n_queries, 1), torch.empty(1, 1, n_keys, 1)
+    return ScoreTiles(query, key, problem, Given())
+
+
 @pytest.mark.parametrize("causal", ["none", "top-left", "bottom-right"])
 @pytest.mark.parametrize("window", [(None, None), (0, 0), (5, None), (None, 3), (9, 4), (99, 99)])
 @pytest.mark.parametrize("shape", [(40, 40), (13, 50), (50, 13)])
 def test_tiles_cover_exactly_what_is_visible(causal, window, shape):
     options = Problem(scale=1.0, causal=causal, window=window)
     visible = visibility_mask(*shape, options)
-    band = Band.of(*shape, options)
+    found = score_tiles(*shape, options)
     covered = torch.zeros(*shape, dtype=torch.bool)
     for queries in tiled.tiles(shape[0], 16):
-        for keys in band.key_tiles(*queries, 16):
+        for keys in found.key_tiles(*queries, 16):
             tile = (slice(*queries), slice(*keys))
             assert visible[tile].any(), f"{queries} x {keys} was visited for nothing"
-            hidden = band.hidden(queries, keys, visible)
+            hidden = found.hidden(queries, keys)
             covered[tile] = True if hidden is None else ~hidden[0, 0, :, 0]
     assert torch.equal(covered, visible)
 
 
 def test_unmasked_tiles_build_no_mask():
-    band = Band.of(64, 64, Problem(scale=1.0, causal="top-left"))
-    like = torch.empty(0)
-    assert band.hidden((32, 48), (0, 32), like) is None
-    assert band.hidden((32, 48), (32, 48), like) is not None
-    assert band.hidden((32, 48), (31, 33), like) is None
+    found = score_tiles(64, 64, Problem(scale=1.0, causal="top-left"))
+    assert found.hidden((32, 48), (0, 32)) is None
+    assert found.hidden((32, 48), (32, 48)) is not None
+    assert found.hidden((32, 48), (31, 33)) is None
 
 
 def test_the_score_matrix_never_exists(monkeypatch):
@@ -254,8 +258,8 @@ def test_function_names_the_wrong_dtype_and_device(position):
 
 
 def test_key_tiles_are_bounded_by_the_size():
-    band = Band.of(100, 130, Problem(scale=1.0))
-    assert list(band.key_tiles(0, 16, 48)) == [(0, 48), (48, 96), (96, 130)]
+    found = score_tiles(100, 130, Problem(scale=1.0))
+    assert list(found.key_tiles(0, 16, 48)) == [(0, 48), (48, 96), (96, 130)]
 
 
 @pytest.mark.slow  # starts the compiler

@@ -5,11 +5,7 @@ from flashattn_triton.assignment import (
     FlashAttention2Triton,
     FlashAttention2TritonCompiledBackward,
 )
-from flashattn_triton.attention import (
-    flash_attention,
-    flash_attention_varlen,
-    largest_scores,
-)
+from flashattn_triton.attention import flash_attention, flash_attention_varlen, largest_scores
 from flashattn_triton.configs import Tiles, Tiling
 from flashattn_triton.dispatch import Plan, choose, explain
 from flashattn_triton.documents import cu_seqlens_of

@@ -24,12 +24,7 @@ from flashattn_triton.inputs import (
     warn_of_alignment,
     warn_of_layout,
 )
-from flashattn_triton.mask_and_bias import (
-    NOTHING,
-    Given,
-    in_four_dimensions,
-    without_unseen_keys,
-)
+from flashattn_triton.mask_and_bias import NOTHING, Given, in_four_dimensions, without_unseen_keys
 from flashattn_triton.op import PLAIN, attend
 from flashattn_triton.problem import (
     CausalArgument,

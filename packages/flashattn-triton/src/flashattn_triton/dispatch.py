@@ -26,12 +26,7 @@ from flashattn_triton.inputs import (
     warn_once,
 )
 from flashattn_triton.launch import tma_refusal
-from flashattn_triton.mask_and_bias import (
-    NAMES,
-    Given,
-    in_four_dimensions,
-    normalised,
-)
+from flashattn_triton.mask_and_bias import NAMES, Given, in_four_dimensions, normalised
 from flashattn_triton.problem import (
     MAX_HEAD_DIM_BACKWARD,
     MAX_HEAD_DIMS,
@@ -50,22 +45,14 @@ Tier = Literal["tiled", "triton", "hopper", "reference"]
 class Plan:
     """What will run.
 
-    ``tiling``: tiles, warps and stages of the portable kernels. The "hopper" tier uses those of the
-    two-pass backward form, where gradients must be deterministic, unless it is ``ordered``: then
-    its own backward kernel adds to dQ in a fixed order. ``forward_only``: that tier has no backward
-    kernel for this problem, and the portable one runs.
+    ``tiling``: tiles, warps and stages of the portable kernels. ``hopper_backward``: gradients are
+    the "hopper" tier's too; else it uses portable kernels for them.
     """
 
     tier: Tier
     tiling: Tiling | None
     reason: str
-    ordered: bool = False
-    forward_only: bool = False
-
-    def runs_hopper_backward(self, problem: Problem) -> bool:
-        """Whether gradients are the Hopper tier's too."""
-        in_order = self.ordered or not problem.deterministic
-        return self.tier == "hopper" and in_order and not self.forward_only
+    hopper_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +125,7 @@ def _choose(
     """The plan; ``unreadable``: why the TMA cannot read tensors."""
     implementation, tiling = problem.implementation, problem.tiling
     if implementation in ("reference", "tiled"):
-        tier: Tier = "reference" if implementation == "reference" else "tiled"
-        return Plan(tier=tier, tiling=None, reason=f"implementation={implementation!r}")
+        return Plan(tier=implementation, tiling=None, reason=f"implementation={implementation!r}")
     if implementation == "auto" and device.type != "cuda":
         reason = f"{device.type} tensors: Triton's kernels need CUDA"
         return Plan(tier="tiled", tiling=None, reason=reason)
@@ -174,8 +160,7 @@ def _choose(
             tier="hopper",
             tiling=chosen,
             reason=gpu.name,
-            ordered=by_name or eligibility.orders_gradients(head_dims, problem),
-            forward_only=eligibility.forward_only(head_dims, problem),
+            hopper_backward=eligibility.takes_gradients(head_dims, problem, by_name),
         )
     if implementation == "hopper":
         raise ValueError(f"implementation 'hopper' cannot run this: {refusal}")
@@ -285,7 +270,7 @@ def explain(
             f"forward: {shape.queries} queries x {shape.keys} keys, {shape.consumers} consumers "
             f"of 4 warps, {shape.stages} stages"
         )
-    if plan.runs_hopper_backward(problem):
+    if plan.hopper_backward:
         tile = backward_config(head_dims, problem)
         order = " in a fixed order" if problem.deterministic else ""
         lines.append(

@@ -51,8 +51,8 @@ def forward_tangents(
     """T: tangents of output and logsumexp.
 
     Args:
-        inputs: query, key, value, bias and sinks; tensors are in the layout of ``problem``.
-        direction: tangents of ``inputs``; None for zero.
+        inputs: query, key and value; tensors are in the layout of ``problem``.
+        direction: tangents of ``inputs``, bias and sinks; None for zero.
         out: the output.
         lse: (B, H, N_q), or (H, T_q) of packed sequences.
         given: the tensors of a call as operators take them.
@@ -70,17 +70,18 @@ def backward_tangents(
     inputs: Tensors, direction: Tensors, out: Tensor, lse: Tensor, tangents: tuple[Tensor, Tensor],
     grad_out: Tensor, grad_lse: Tensor | None, given: Tensors, problem: Problem,
 ) -> list[Tensor | None]:  # fmt: skip
-    """B: tangents of the gradients of ``inputs``, while those of output and logsumexp are fixed.
+    """B: tangents of the inputs' gradients, while those of output and logsumexp are fixed.
 
     Takes the arguments of :func:`forward_tangents`, the ``tangents`` that it returns, and the
     gradients of output and logsumexp, of which the latter may be None for zero. Returns tensors
-    like ``inputs``; None where there is no input.
+    like query, key, value, bias and sinks; None for those that are not given.
     """
     results: list[Tensor | None] = []
     gradients = (grad_out, grad_lse)
     parts = _parts(inputs, direction, out, lse, given, problem, *tangents, *gradients)
     lists = zip(*(part.backward() for part in parts), strict=True)
-    for i, (x, of_parts) in enumerate(zip(inputs, lists, strict=True)):
+    _, bias, _, _, sinks, *_ = given
+    for i, (x, of_parts) in enumerate(zip((*inputs, bias, sinks), lists, strict=True)):
         if x is None:
             results.append(None)
         elif i < 3:
@@ -105,7 +106,7 @@ def _parts(
     ``results``: Ȯ, L̇, dO and dL for the backward pass.
     """
     of_queries = (inputs[0], direction[0], out, lse, *results)
-    of_keys = (*inputs[1:3], *direction[1:3])
+    of_keys = (*inputs[1:], *direction[1:3])
     for rows, columns, own in parts_of_batch(problem, Given(*given), of_queries, of_keys):
         yield _Part(rows, columns, direction[3:], problem, own)
 
@@ -156,7 +157,7 @@ class _Part(ScoreTiles):
         """
         for queries in tiles(self.n_queries, self.tile):
             for start, _ in self.key_tiles(*queries, self.tile):
-                end = min(start + self.tile, self.band.n_keys)
+                end = min(start + self.tile, self.n_keys)
                 yield queries, self.rows(*queries), (start, end)
 
     def _tangent(

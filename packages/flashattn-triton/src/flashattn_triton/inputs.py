@@ -24,13 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashattn_triton.problem import (
-    DTYPES,
-    Problem,
-    check_layout,
-    heads_first,
-    normalise_length,
-)
+from flashattn_triton.problem import DTYPES, Problem, check_layout, heads_first, normalise_length
 
 # What tensors must be, and the remedies, in the words of errors.
 _DTYPE, _BATCH = "have query's dtype {}", "have query's batch size {}"
@@ -111,11 +105,16 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
     same = cu_seqlens_k is cu_seqlens_q
     if cu_seqlens_q.shape == cu_seqlens_k.shape == (1,):
         cu_seqlens_q, cu_seqlens_k = F.pad(cu_seqlens_q, (0, 1)), F.pad(cu_seqlens_k, (0, 1))
-    starts_q, starts_k = (
-        (x.int() if x.dtype == torch.int64 else x).contiguous()
-        for x in (cu_seqlens_q, cu_seqlens_k)
-    )
+    starts_q, starts_k = (as_int32(x).contiguous() for x in (cu_seqlens_q, cu_seqlens_k))
     return starts_q, starts_q if same else starts_k
+
+
+def as_int32(x: Tensor) -> Tensor:
+    """int64 as int32; what does not fit becomes the largest number, or -1, and none that is valid.
+
+    Other dtypes are left as they are.
+    """
+    return x.clamp(-1, 2**31 - 1).int() if x.dtype == torch.int64 else x
 
 
 def check_varlen(
@@ -132,6 +131,11 @@ def check_varlen(
             raise ValueError(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), but got shape "
                 f"{tuple(x.shape)}. Use flash_attention for batches that are not packed."
+            )
+        if x.shape[0] >= 2**31:
+            raise ValueError(
+                f"{name} must have less than 2^31 tokens, which cu_seqlens count in int32, but got "
+                f"{x.shape[0]}. Attend to some of its sequences at a time."
             )
     _check_fit(query, key, value, rows=0)
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):

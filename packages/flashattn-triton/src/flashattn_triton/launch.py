@@ -67,27 +67,24 @@ def tiles_of_head(shape: Sequence[int], tile: int, given: Given) -> int:
     return rows // tile + given.sequences + 1 if given.packed else batch * -(-rows // tile)
 
 
-def empty_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(B, H, N, width), its memory in ``like``'s order of heads and rows; None: in its dtype."""
-    batch, heads, rows, _ = like.shape
-    if like.stride(1) < like.stride(2):
-        return like.new_empty(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
-    return like.new_empty(batch, heads, rows, width, dtype=dtype)
-
-
-def planned_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`empty_output` without memory."""
-    on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    return empty_output(on_meta, width, dtype)
-
-
 def empty_result(like: Tensor, width: int, layout: str, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`empty_output` for an input in ``layout``, in the same layout.
+    """Rows of ``width``, in layout and order of memory of an input; dtype None: in its dtype.
 
     An input whose rows are not contiguous is read from a copy, whose order of dimensions counts.
     """
     like = heads_first(unit_last_stride(like), layout)
-    return as_given(empty_output(like, width, dtype), layout)
+    batch, heads, rows, _ = like.shape
+    if like.stride(1) < like.stride(2):
+        result = like.new_empty(batch, rows, heads, width, dtype=dtype).transpose(1, 2)
+    else:
+        result = like.new_empty(batch, heads, rows, width, dtype=dtype)
+    return as_given(result, layout)
+
+
+def planned_output(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """:func:`empty_result` for a (B, H, N, D) view, without memory."""
+    on_meta = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    return empty_result(on_meta, width, "bhsd", dtype)
 
 
 def empty_row_statistic(like: Tensor) -> Tensor:

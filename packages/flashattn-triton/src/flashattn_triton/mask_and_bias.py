@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.inputs import check_equal, check_tensors, in_one_batch
+from flashattn_triton.inputs import as_int32, check_equal, check_tensors, in_one_batch
 from flashattn_triton.problem import (
     DTYPES,
     Problem,
@@ -88,14 +88,6 @@ class Given(NamedTuple):
         if starts_q is None or starts_k is None:
             return False
         return starts_q.data_ptr() == starts_k.data_ptr()
-
-    @property
-    def bias_strides(self) -> tuple[int | None, ...]:
-        """Strides of the bias, 0 in dimensions that share it; four times None without a bias."""
-        if self.bias is None:
-            return (None,) * 4
-        sizes = zip(self.bias.shape, self.bias.stride(), strict=True)
-        return tuple(0 if n == 1 else stride for n, stride in sizes)
 
     def sequence(self, index: int) -> Given:
         """The tensors of one packed sequence, a batch of one that is not packed."""
@@ -249,7 +241,7 @@ def resolve_mask_and_bias(
                 f"sequence, but got {prefix_lengths.dtype} of shape {shape}. Count the keys that "
                 f"every query sees."
             )
-        prefix_lengths = prefix_lengths.reshape(batch).int().contiguous()
+        prefix_lengths = as_int32(prefix_lengths.reshape(batch)).contiguous()
     if mask is not None and mask.dim() != 2:
         mask = mask.reshape(batch, lengths[1])
     return Given(alibi_slopes, bias, prefix_lengths, mask, sinks, *starts)

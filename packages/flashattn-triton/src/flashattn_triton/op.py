@@ -37,15 +37,7 @@ from flashattn_triton.launch import (
     empty_result,
     empty_row_statistic,
 )
-from flashattn_triton.mask_and_bias import (
-    BIAS,
-    GIVEN,
-    NOTHING,
-    SINKS,
-    STARTS,
-    Given,
-    normalised,
-)
+from flashattn_triton.mask_and_bias import BIAS, GIVEN, NOTHING, SINKS, STARTS, Given, normalised
 from flashattn_triton.operator_rules import (
     RESULTS,
     TENSORS,
@@ -202,20 +194,16 @@ _LIBRARY.define(
     f"backward({_INPUTS}, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, {_PROBLEM}, "
     "bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
-_DIRECTION = ", ".join(
-    f"Tensor? {prefix}{name}"
-    for prefix in ("", "t_")
-    for name in ("query", "key", "value", "input_bias", "input_sinks")
-)
+_DIRECTION = ", ".join(f"Tensor? t_{name}" for name in ("query", "key", "value", "bias", "sinks"))
 _LIBRARY.define(
-    f"tangents({_DIRECTION}, Tensor out, Tensor lse, {_PROBLEM}) -> (Tensor t_out, Tensor t_lse)"
+    f"tangents({_INPUTS}, {_DIRECTION}, Tensor out, Tensor lse, {_PROBLEM}) "
+    "-> (Tensor t_out, Tensor t_lse)"
 )
 FORWARD = torch.ops.flashattn_triton.forward.default
 BACKWARD = torch.ops.flashattn_triton.backward.default
-# Tangents of output and logsumexp. Its tensors are those of query, key, value, bias and sinks, five
-# tangents, output and logsumexp, and those that are given.
+# Tangents of output and logsumexp, which follow those of query, key, value, bias and sinks.
 TANGENTS = torch.ops.flashattn_triton.tangents.default
-TENSORS_OF_TANGENTS = 12 + len(GIVEN)
+TENSORS_OF_TANGENTS = 10 + len(GIVEN)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -355,7 +343,7 @@ class _AttendBackward(_SingleLevelFunction):
         *numbers, needs = ctx.numbers
         query, key, value, out, lse, grad_out, grad_lse, *given = ctx.saved_tensors
         direction = tuple(_wanted(direction, needs))
-        inputs = (query, key, value, given[BIAS], given[SINKS])
+        inputs = (query, key, value)
         tangents = TANGENTS(*inputs, *direction, out, lse, *given, *numbers)
         gradients = backward_tangents(
             inputs, direction, out, lse, tangents, grad_out, grad_lse, given,
@@ -383,29 +371,28 @@ class _AttendTangents(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, tout, tlse = ctx.saved_tensors
-        inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
+        inputs, direction, (out, lse, *given) = tensors[:3], tensors[3:8], tensors[8:]
         results = (out, lse, (tout, tlse), grad_out, grad_lse)
         problem = Problem.unpack(ctx.numbers)
-        of_inputs = backward_tangents(inputs, direction, *results, given, problem)
-        needs = [True, inputs[3] is not None, inputs[4] is not None]
-        of_direction = BACKWARD(
-            *inputs[:3], out, lse, grad_out, grad_lse, *given, *ctx.numbers, needs
-        )
+        *of_rows, dbias, dsinks = backward_tangents(inputs, direction, *results, given, problem)
+        needs = [True, given[BIAS] is not None, given[SINKS] is not None]
+        of_direction = BACKWARD(*inputs, out, lse, grad_out, grad_lse, *given, *ctx.numbers, needs)
         of_direction = [
             None if x is None else y for x, y in zip(direction, of_direction, strict=True)
         ]
-        return *of_inputs, *of_direction, *[None] * (2 + len(given) + len(ctx.numbers))
+        of_given = Given(bias=dbias, sinks=dsinks)
+        return *of_rows, *of_direction, None, None, *of_given, *[None] * len(ctx.numbers)
 
 
 def _tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The operator ``tangents``, by tiles of PyTorch's operators."""
     tensors, numbers = arguments[:TENSORS_OF_TANGENTS], arguments[TENSORS_OF_TANGENTS:]
-    inputs, direction, (out, lse, *given) = tensors[:5], tensors[5:10], tensors[10:]
+    inputs, direction, (out, lse, *given) = tensors[:3], tensors[3:8], tensors[8:]
     return forward_tangents(inputs, direction, out, lse, given, Problem.unpack(numbers))
 
 
 def _fake_tangents(*arguments: Any) -> tuple[Tensor, Tensor]:
-    out, lse = arguments[10:12]
+    out, lse = arguments[8:10]
     return torch.empty_like(out), torch.empty_like(lse)
 
 
@@ -423,8 +410,8 @@ def _forward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
             "bias."
         )
     results = FORWARD(*primals, *numbers)
-    inputs, direction = (_differentiated(x, 3) for x in (primals, tangents))
-    moved = TANGENTS(*inputs, *direction, *results, *primals[3:], *numbers)
+    direction = _differentiated(tangents, 3)
+    moved = TANGENTS(*primals[:3], *direction, *results, *primals[3:], *numbers)
     return tuple(forward_ad.make_dual(x, t, level=0) for x, t in zip(results, moved, strict=True))
 
 
@@ -433,7 +420,7 @@ def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
     primals, tangents = zip(*map(_unpack, tensors), strict=True)
     *arguments, needs = numbers
     results = BACKWARD(*primals, *numbers)
-    inputs, direction = (_differentiated(x, 3 + RESULTS) for x in (primals, tangents))
+    direction = _differentiated(tangents, 3 + RESULTS)
     out, lse, grad_out, grad_lse, *given = primals[3:]
     t_out, t_lse = tangents[3:5]
     of_results = (
@@ -441,7 +428,7 @@ def _backward_of_duals(tensors: Sequence[Any], numbers: Sequence[Any]) -> Any:
         torch.zeros_like(lse) if t_lse is None else t_lse,
     )
     moved = backward_tangents(
-        inputs, direction, out, lse, of_results, grad_out, grad_lse, given,
+        primals[:3], direction, out, lse, of_results, grad_out, grad_lse, given,
         Problem.unpack(arguments),
     )  # fmt: skip
     tangent, lse_tangent = tangents[5:7]

@@ -99,7 +99,7 @@ def backward_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_va
 
 def tangents_flops(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any) -> int:
     """S and two products of its tangent are over D; two of the output's tangent over E."""
-    over_d, over_e = _products(query, key, value, rest[9:])
+    over_d, over_e = _products(query, key, value, rest[7:])
     return 3 * over_d + 2 * over_e
 
 

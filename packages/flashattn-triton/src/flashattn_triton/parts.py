@@ -165,7 +165,7 @@ def flash_attention_backward(
     Raises:
         ValueError: a tensor or an option is not what is described above.
         TypeError: not a tensor.
-        RuntimeError: the call is traced by a compiler.
+        RuntimeError: the call is traced by a compiler, or within a transform of ``torch.func``.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -198,7 +198,9 @@ def flash_attention_backward(
         raise ValueError("sinks and grad_sinks must both be given, but got one. Pass two, or none.")
     if sinks is not None and grad_sinks is not None:
         check_sinks(sinks, heads_first(query, problem.layout).shape[1], query.device)
-    _check_sums((*into, grad_sinks), (query, key, value, sinks), tensors)
+    sums = (*into, grad_sinks)
+    _refuse_transforms(*tensors, *sums, sinks, alibi_slopes, prefix_lengths, cu_seqlens_q)
+    _check_sums(sums, (query, key, value, sinks), tensors)
     given = Given(alibi_slopes, None, prefix_lengths, None, None, cu_seqlens_q, cu_seqlens_k)
     rows = 1 if problem.layout == "bshd" else 2
     if not packed and query.shape[rows] != key.shape[rows]:
@@ -237,6 +239,18 @@ def _by_definition(
         gradients = torch.autograd.grad((weight * of_rows).sum(), leaves)
     for total, gradient in zip(into, gradients, strict=True):
         total += gradient
+
+
+def _refuse_transforms(*tensors: object) -> None:
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(isinstance(x, Tensor) and wrapped(x) for x in tensors):
+        raise RuntimeError(
+            "flash_attention_backward must have tensors with memory of their own, to which it "
+            "adds, but got one of a transform, such as torch.func.vmap. Call it outside, with the "
+            "mapped dimension as a part of the batch."
+        )
 
 
 def _check_results(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import numbers
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -326,20 +327,24 @@ def _normalise_causal(causal: Any) -> Causal:
     return causal  # type: ignore[no-any-return]
 
 
-def is_number(x: object) -> bool:
-    """Whether ``x`` is an int or a float, and no bool."""
-    return isinstance(x, int | float) and not isinstance(x, bool)
+def as_number(x: object) -> float:
+    """A real number of Python or NumPy as a float; NaN for all others, bools among them."""
+    try:
+        return math.nan if isinstance(x, bool) or not isinstance(x, numbers.Real) else float(x)
+    except OverflowError:  # an int beyond all floats
+        return math.nan
 
 
 def _normalise_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim or 1)  # an empty one is refused with the other shapes
-    if not is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
+    number = as_number(scale)
+    if not abs(number) <= LARGEST_FACTOR:
         raise ValueError(
             f"scale must be a finite number of at most {LARGEST_FACTOR:.0e} in size, or None, "
             f"but got {scale!r}. Use scale=None for 1/sqrt(head_dim)."
         )
-    return float(scale)
+    return number
 
 
 def _normalise_window(window: Any) -> tuple[int | None, int | None]:
@@ -350,24 +355,27 @@ def _normalise_window(window: Any) -> tuple[int | None, int | None]:
             f"{window!r}. Use ({size}, 0) for {size} keys before a query's own."
         )
     for side, size in zip(("left", "right"), window, strict=True):
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        is_integer = isinstance(size, numbers.Integral) and not isinstance(size, bool)
+        if size is not None and not (is_integer and size >= 0):
             raise ValueError(
                 f"window {side} must be an integer >= 0, or None, but got {size!r}. Use None for "
                 f"no limit, which is -1 in flash-attn."
             )
-    return (window[0], window[1])
+    left, right = (None if size is None else int(size) for size in window)
+    return left, right
 
 
 def _normalise_softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    if not is_number(softcap) or not 1 / LARGEST_FACTOR <= softcap <= LARGEST_FACTOR:
+    number = as_number(softcap)
+    if not 1 / LARGEST_FACTOR <= number <= LARGEST_FACTOR:
         raise ValueError(
             f"softcap must be a finite number > 0 (from {1 / LARGEST_FACTOR:.0e} to "
             f"{LARGEST_FACTOR:.0e}), or None, but got {softcap!r}. Use softcap=None for no "
             f"soft-cap, which is 0.0 in flash-attn."
         )
-    return float(softcap)
+    return number
 
 
 def check_choice(name: str, value: object, choices: Collection[str], remedy: str) -> None:

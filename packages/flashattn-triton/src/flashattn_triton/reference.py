@@ -20,12 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flashattn_triton.mask_and_bias import (
-    NOTHING,
-    Given,
-    joined_parts,
-    parts_of_batch,
-)
+from flashattn_triton.mask_and_bias import NOTHING, Given, joined_parts, parts_of_batch
 from flashattn_triton.problem import (
     Problem,
     as_given,

@@ -75,7 +75,7 @@ def gradients_launcher(
     of_sinks: Callable[..., Tensor] | None = None
     if needs[0] or (needs[1] and tiling is None):
         views, sums = _views(tensors, problem), _views(into, problem)
-        by_hopper = plan.runs_hopper_backward(problem)
+        by_hopper = plan.hopper_backward
         if by_hopper and into:
             from flashattn_triton.hopper.backward import can_add
 

@@ -16,7 +16,6 @@ i·R + r for query i of the r-th head of the group.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -156,69 +155,6 @@ def tiles(length: int, size: int) -> Iterator[tuple[int, int]]:
 # ---- tiles of scores: which of them exist, and what is in them -----------------------------------
 
 
-@dataclass(frozen=True)
-class Band:
-    """Query i sees the keys from i + low to i + high: causal masks and windows are both this.
-
-    Beyond i + high it also sees the keys below its batch element's prefix, which comes without a
-    window; ``prefix`` is the shortest and the longest one, which decide what tiles there are.
-    """
-
-    n_keys: int
-    low: int
-    high: int
-    prefix: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(
-        cls, n_queries: int, n_keys: int, problem: Problem, prefixes: Tensor | None = None
-    ) -> Band:
-        """The band of :func:`flashattn_triton.reference.visibility_mask`.
-
-        ``prefixes``: (B,), which the host reads.
-        """
-        lengths = [0] if prefixes is None or len(prefixes) == 0 else prefixes.tolist()
-        diagonal = diagonal_offset(n_queries, n_keys, problem)
-        left, right = problem.band
-        # With low = -N_q, or high = N_k, no key is out of any query's sight.
-        low = -n_queries if left is None else diagonal - left
-        high = n_keys if right is None else diagonal + right
-        prefix = (min(*lengths, n_keys), min(max(lengths), n_keys))
-        return cls(n_keys, low, high, prefix)
-
-    def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """Key ranges of which some key is visible to some of the given queries.
-
-        They start at multiples of ``size``.
-        """
-        first = max(0, query_start + self.low) // size * size
-        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
-        for start in range(first, last, size):
-            yield start, min(start + size, last)
-
-    def hidden(
-        self,
-        queries: tuple[int, int],
-        keys: tuple[int, int],
-        like: Tensor,
-        prefixes: Tensor | None = None,
-    ) -> Tensor | None:
-        """(B or 1, 1, queries, 1, keys) bool, True for a key that is not visible; None if all are.
-
-        ``prefixes``: (B,), or None.
-        """
-        (q_start, q_end), (k_start, k_end) = queries, keys
-        reached = k_end - 1 <= q_start + self.high or k_end <= self.prefix[0]
-        if k_start >= q_end - 1 + self.low and reached:
-            return None
-        i = torch.arange(q_start, q_end, device=like.device)[None, None, :, None, None]
-        j = torch.arange(k_start, k_end, device=like.device)
-        beyond = j > i + self.high
-        if prefixes is not None:
-            beyond = beyond & (j >= prefixes[:, None, None, None, None])
-        return (j < i + self.low) | beyond
-
-
 def fold(x: Tensor, groups: int) -> Tensor:
     """(B, H, N, ...) to (B·G, N·R, ...) in the accumulation dtype."""
     x = accumulated(x).unflatten(1, (groups, -1)).transpose(2, 3)
@@ -233,27 +169,58 @@ def unfold(x: Tensor, shape: Sequence[int], groups: int) -> Tensor:
 
 
 class ScoreTiles:
-    """Queries and keys folded and scaled, and the scores of their tiles."""
+    """Queries and keys folded and scaled, and the scores of their tiles.
+
+    Query i sees the keys from i + low to i + high: causal masks and windows are both such a band.
+    Beyond i + high it also sees the keys below its batch element's prefix, which comes without a
+    window. The host reads prefixes: the shortest and the longest decide what tiles there are.
+    """
 
     def __init__(self, query: Tensor, key: Tensor, problem: Problem, given: Given) -> None:
-        self.batch, self.heads, n_queries, _ = query.shape
-        self.n_queries = n_queries
-        self.groups, n_keys = key.shape[1], key.shape[2]
+        self.batch, self.heads, self.n_queries, _ = query.shape
+        self.groups, self.n_keys = key.shape[1:3]
         self.ratio = self.heads // self.groups
-        self.problem = problem
-        self.given = given
-        self.offset = diagonal_offset(n_queries, n_keys, problem)
-        self.band = Band.of(n_queries, n_keys, problem, given.prefix_lengths)
+        self.problem, self.given = problem, given
+        self.offset = diagonal_offset(self.n_queries, self.n_keys, problem)
+        left, right = problem.band
+        # With low = -N_q, or high = N_k, no key is out of any query's sight.
+        self.low = -self.n_queries if left is None else self.offset - left
+        self.high = self.n_keys if right is None else self.offset + right
+        prefixes = [] if given.prefix_lengths is None else given.prefix_lengths.tolist()
+        prefixes = prefixes or [0]
+        self.prefix = min(*prefixes, self.n_keys), min(max(prefixes), self.n_keys)
         mask = given.mask
         self._hidden_keys = None if mask is None else (mask == 0).all(0)
         with without_autocast(query):
             self.q, self.k = fold(query, self.groups) * problem.scale, fold(key, self.groups)
 
     def key_tiles(self, query_start: int, query_end: int, size: int) -> Iterator[tuple[int, int]]:
-        """The band's, without those whose keys the mask hides from everyone."""
-        for keys in self.band.key_tiles(query_start, query_end, size):
-            if self._hidden_keys is None or not self._hidden_keys[slice(*keys)].all():
-                yield keys
+        """Key ranges of which some key is visible to some of the given queries.
+
+        They start at multiples of ``size``. A mask may hide keys of a range, but not all of them.
+        """
+        first = max(0, query_start + self.low) // size * size
+        last = max(min(self.n_keys, query_end + self.high), self.prefix[1])
+        for start in range(first, last, size):
+            end = min(start + size, last)
+            if self._hidden_keys is None or not self._hidden_keys[start:end].all():
+                yield start, end
+
+    def hidden(self, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor | None:
+        """(B or 1, 1, queries, 1, keys) bool, True for a key outside the band; None if all are in.
+
+        What a mask hides is not in it.
+        """
+        (q_start, q_end), (k_start, k_end) = queries, keys
+        reached = k_end - 1 <= q_start + self.high or k_end <= self.prefix[0]
+        if k_start >= q_end - 1 + self.low and reached:
+            return None
+        i = torch.arange(q_start, q_end, device=self.k.device)[None, None, :, None, None]
+        j = torch.arange(k_start, k_end, device=self.k.device)
+        beyond = j > i + self.high
+        if self.given.prefix_lengths is not None:
+            beyond = beyond & (j >= self.given.prefix_lengths[:, None, None, None, None])
+        return (j < i + self.low) | beyond
 
     def rows(self, start: int, end: int) -> slice:
         """Where queries ``start`` to ``end`` are in folded tensors."""
@@ -277,7 +244,7 @@ class ScoreTiles:
         if added is not None:
             shape = (self.batch, self.heads, n_queries, n_keys)
             scores = scores + fold(added.expand(shape), self.groups)
-        hidden = self.band.hidden(queries, keys, k, self.given.prefix_lengths)
+        hidden = self.hidden(queries, keys)
         if hidden is not None:
             by_query = (self.batch, self.groups, n_queries, self.ratio, n_keys)
             scores = scores.view(by_query).masked_fill(hidden, float("-inf")).view(scores.shape)

@@ -142,15 +142,15 @@ def explain(
         return "no other rank: one call of flash_attention"
     order = order_of_rank("query", len(k), ranks, starts, rows)
     heads, width, band = k.shape[1], k.shape[2] + v.shape[2], problem.band
-    choice = choose(order, band, heads, width, k.element_size())
-    if choice.way == "ring":
+    way, reason = choose(order, band, heads, width, k.element_size())
+    if way == "ring":
         calls = sum(len(order.calls(ranks.rank(), x, band)) for x in range(ranks.size()))
         asked = keywords.get("communication", "auto")
         how = in_words(ranks, k.device) if asked == "auto" else f"by {asked}, as asked"
     else:
         calls = -(-heads // heads_of_piece(heads)) * len(order.calls(ranks.rank(), None, band))
         how = "by collectives"
-    return f"{choice.way}: {choice.reason}; {calls} calls forward, and as many backward; {how}"
+    return f"{way}: {reason}; {calls} calls forward, and as many backward; {how}"
 
 
 @torch.no_grad()
@@ -253,7 +253,7 @@ def packed_problem(
     starts = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
-            cu_seqlens = torch.tensor(starts_of(cu_seqlens), dtype=torch.int32)
+            cu_seqlens = torch.tensor(starts_of(cu_seqlens))
         starts = cu_seqlens.cpu()
     if starts is not None and layout is not None:
         raise ValueError(

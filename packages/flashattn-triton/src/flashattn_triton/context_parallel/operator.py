@@ -110,7 +110,7 @@ def setting_of(
     order = order_of_rank("query", n, ranks, starts, rows)
     if way == "auto":
         width = key.shape[2] + value.shape[2]
-        way = choose(order, problem.band, key.shape[1], width, key.element_size()).way
+        way, _ = choose(order, problem.band, key.shape[1], width, key.element_size())
     return way, Setting(ranks, order, problem, sinks, communication)
 
 

@@ -33,12 +33,7 @@ from torch import Tensor
 
 from flashattn_triton.attention import flash_attention, flash_attention_varlen
 from flashattn_triton.context_parallel.communication import UnderWay, gather, sum_of_own
-from flashattn_triton.context_parallel.transfers import (
-    SLOTS,
-    Copies,
-    Transfers,
-    memory_for,
-)
+from flashattn_triton.context_parallel.transfers import SLOTS, Copies, Transfers, memory_for
 from flashattn_triton.context_parallel.zigzag import Band, Call, Zigzag
 from flashattn_triton.parts import flash_attention_backward
 from flashattn_triton.problem import OptionKeywords, Problem
@@ -52,32 +47,25 @@ _GIB = 2**30
 _CALLS_A_PART = 3  # with more, a ring's parts are small
 
 
-class Choice(NamedTuple):
-    """A way, and why."""
-
-    way: str
-    reason: str
-
-
 def heads_of_piece(kv_heads: int) -> int:
     """Key heads that are gathered at a time."""
     return -(-kv_heads // min(kv_heads, PIECES))
 
 
 @functools.lru_cache(maxsize=256)
-def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) -> Choice:
-    """The way for such sequences; ``width``: D + E, of key and value together."""
+def choose(order: Zigzag, band: Band, kv_heads: int, width: int, itemsize: int) -> tuple[str, str]:
+    """The way for such sequences, and why; ``width``: D + E, of key and value together."""
     # All ranks have about as many, and must make one choice.
     calls = sum(len(order.calls(0, source, band)) for source in range(order.world_size))
     if calls <= _CALLS_A_PART * order.world_size:
-        return Choice("ring", "keys travel under the calls for other keys")
+        return "ring", "keys travel under the calls for other keys"
     # A part in use, one on its way, and fp32 gradients of two parts, and of those that come back.
     ring = order.longest * kv_heads * width * (2 * itemsize + 4 * 4)
     gathered = order.starts[-1] * heads_of_piece(kv_heads) * width * (2 * itemsize + 2 * 4)
     memory = f"{gathered / _GIB:.2f} GiB of keys and gradients, in a ring {ring / _GIB:.2f} GiB"
     if gathered > max(_GIB, 2 * ring):
-        return Choice("ring", f"less memory: gathered {memory}")
-    return Choice("all-gather", f"a ring would have {calls} calls: {memory}")
+        return "ring", f"less memory: gathered {memory}"
+    return "all-gather", f"a ring would have {calls} calls: {memory}"
 
 
 @dataclass(frozen=True)

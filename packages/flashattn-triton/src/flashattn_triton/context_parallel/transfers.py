@@ -38,7 +38,7 @@ class Transfers:
         self.own = own
         self._group, self._rank, self._size = group, group.rank(), group.size()
 
-    def fetch(self, step: int, rows: int, *, is_read: bool) -> UnderWay[Sequence[Tensor]]:
+    def fetch(self, step: int, rows: int, *, is_read: bool) -> _Moving:
         """Keys and values of the rank ``step`` before this one.
 
         Args:
@@ -49,9 +49,7 @@ class Transfers:
         received = [x.new_empty(rows, *x.shape[1:]) for x in self.own]
         return self._exchange(self.own if is_read else (), step, received)
 
-    def give_back(
-        self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool
-    ) -> UnderWay[Sequence[Tensor]]:
+    def give_back(self, step: int, sums: tuple[Tensor, Tensor], *, is_read: bool) -> _Moving:
         """Returns gradients of this step to their rank.
 
         Brings those that the rank ``step`` behind this one has, if it read this rank's keys. What

@@ -168,7 +168,13 @@ def _calls(order: Zigzag, rank: int, source: int | None, band: Band) -> tuple[Ca
     for of_queries, of_keys in zip(queries, keys, strict=True):
         pairs = itertools.product(of_queries, of_keys)
         for found in _joined(filter(None, (rectangle(q, k, band) for q, k in pairs))):
-            _add(layers.setdefault(found.mask, []), found)
+            of_mask = layers.setdefault(found.mask, [])
+            for layer in of_mask:  # whose rectangles must all end before it on both sides
+                if layer[-1].queries[1] <= found.queries[0] and layer[-1].keys[1] <= found.keys[0]:
+                    layer.append(found)
+                    break
+            else:
+                of_mask.append([found])
     return tuple(_call(layer) for of_mask in layers.values() for layer in of_mask)
 
 
@@ -210,15 +216,6 @@ def rectangle(q: Chunk, k: Chunk, band: Band) -> Rectangle | None:
         mask = (False, sides)
     row_q, row_k = q.at + q0 - q.start, k.at + k0 - k.start
     return Rectangle((row_q, row_q + q1 - q0), (row_k, row_k + k1 - k0), mask)
-
-
-def _add(layers: list[list[Rectangle]], found: Rectangle) -> None:
-    """Adds a rectangle to the first layer whose rectangles all end before it on both sides."""
-    for layer in layers:
-        if layer[-1].queries[1] <= found.queries[0] and layer[-1].keys[1] <= found.keys[0]:
-            layer.append(found)
-            return
-    layers.append([found])
 
 
 def _call(layer: Sequence[Rectangle]) -> Call:

@@ -76,17 +76,17 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
     return max(head_dims) > 128 and all(x in WIDE_HEAD_DIMS for x in head_dims)
 
 
-def forward_only(head_dims: tuple[int, int], problem: Problem) -> bool:
-    """Whether there is only a forward kernel: the portable tier computes gradients."""
-    return problem.softcap is not None and max(head_dims) <= NARROW
+def takes_gradients(head_dims: tuple[int, int], problem: Problem, by_name: bool = False) -> bool:
+    """Whether gradients of what is not refused are this tier's too; else the portable kernels run.
 
-
-def orders_gradients(head_dims: tuple[int, int], problem: Problem) -> bool:
-    """Whether deterministic gradients are faster here than by the portable tier's separate pass.
-
-    Under a mask with a right edge each program begins at its own diagonal, so few programs wait for
-    others, and without a mask short sequences form rings. A left edge alone leaves all programs to
-    begin at the same queries. Of wide heads the portable tier takes twice as long anyway.
+    They are those of soft-caps on narrow heads, for which there is no kernel here, and those that
+    are deterministic by the portable tier's separate pass, unless they are faster here. Under a
+    mask with a right edge each program begins at its own diagonal, so few programs wait for others,
+    and without a mask short sequences form rings. A left edge alone leaves all programs to begin at
+    the same queries. Of wide heads the portable tier takes twice as long anyway.
     """
+    if problem.softcap is not None and max(head_dims) <= NARROW:
+        return False
     left, right = problem.band
-    return is_wide(head_dims) or right is not None or left is None
+    is_faster = is_wide(head_dims) or right is not None or left is None
+    return is_faster or by_name or not problem.deterministic

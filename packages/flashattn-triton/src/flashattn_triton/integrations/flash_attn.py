@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.problem import PackedKeywords, is_number, normalise_flag
+from flashattn_triton.problem import PackedKeywords, as_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -385,7 +385,7 @@ def _options(
             )
         nothing, feature = _UNSUPPORTED[name]
         is_tensor = isinstance(value, Tensor)
-        if value is not nothing and not (is_number(value) and value == nothing):
+        if value is not nothing and as_number(value) != nothing:
             shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor else value
             raise ValueError(
                 f"{name} must be {nothing}, because flashattn-triton does not support {feature}, "

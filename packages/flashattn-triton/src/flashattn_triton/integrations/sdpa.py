@@ -26,13 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn_triton import flash_attention
-from flashattn_triton.problem import (
-    DTYPES,
-    LARGEST_FACTOR,
-    MAX_HEAD_DIMS,
-    broadcasts,
-    is_number,
-)
+from flashattn_triton.problem import DTYPES, LARGEST_FACTOR, MAX_HEAD_DIMS, as_number, broadcasts
 
 
 @dataclass
@@ -181,7 +175,7 @@ class _Call:
         if key.shape[-1] != query.shape[-1] or value.shape[-2] != key.shape[-2]:
             return "shapes that do not fit together"
         scale = 0 if self.scale is None else self.scale
-        if not is_number(scale) or not abs(scale) <= LARGEST_FACTOR:
+        if not abs(as_number(scale)) <= LARGEST_FACTOR:
             return f"a scale that is no number of at most {LARGEST_FACTOR:.0e} in size"
         mask = self.attn_mask
         if mask is None:

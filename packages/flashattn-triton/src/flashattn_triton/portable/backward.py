@@ -40,7 +40,7 @@ from flashattn_triton.mask_and_bias import NOTHING, Given
 from flashattn_triton.portable.key_pass import ATOMIC, NONE, TMA_REDUCE, key_pass_launch
 from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.portable.preprocess import ROWS, backward_addresses, preprocess_launch
-from flashattn_triton.portable.query_pass import query_pass_launch
+from flashattn_triton.portable.query_pass import query_pass_kernel
 from flashattn_triton.problem import Problem, heads_first
 
 
@@ -71,16 +71,9 @@ class BackwardCall:
         longest_tile = max(ROWS, tiling.key_pass.queries, tiling.query_pass.queries)
         multiple = max(longest_tile, 0 if fused is None else fused.queries)
         n_padded = -(-n_queries // multiple) * multiple
+        results = {"dq": dq, "dk": dk, "dv": dv}
         inputs = KernelInputs(
-            query=query,
-            key=key,
-            value=value,
-            problem=problem,
-            given=given,
-            grad_out=grad_out,
-            results={"dq": dq, "dk": dk, "dv": dv},
-            n_padded=n_padded,
-            adds=bool(into),
+            query, key, value, problem, given, grad_out, results, n_padded, adds=bool(into)
         )
         zeroed = None if fused is None else head_dim
         self.preprocess = preprocess_launch(
@@ -90,7 +83,9 @@ class BackwardCall:
         self.dq_sum: Sequence[int] | None = None
         if fused is None:
             self.key_pass = key_pass_launch(inputs, tiling.key_pass, NONE)
-            self.query_pass = query_pass_launch(inputs, tiling.query_pass)
+            self.query_pass = inputs.launch(
+                query_pass_kernel, tiling.query_pass, {}, walked=("K_ptr", "V_ptr")
+            )
         else:
             mode = TMA_REDUCE if tiling.tma_reduce else ATOMIC
             self.key_pass = key_pass_launch(inputs, fused, mode)

@@ -275,15 +275,8 @@ class BiasCall:
         # The tiles of dQ: operands are the same, and a tile of dS takes no more than one of dQ. By
         # the TMA, narrow operands of the next tile are loaded ahead, and three small programs fit.
         multiple = max(tiling.query_pass.queries, ROWS)
-        inputs = KernelInputs(
-            query=query,
-            key=key,
-            value=value,
-            problem=problem,
-            given=given,
-            grad_out=grad_out,
-            n_padded=-(-n_queries // multiple) * multiple,
-        )
+        n_padded = -(-n_queries // multiple) * multiple
+        inputs = KernelInputs(query, key, value, problem, given, grad_out, n_padded=n_padded)
         use_tma = dtype.itemsize == 2 and tiling.query_pass.use_tma and inputs.readable_by_tma
         stages = 2 if use_tma and max(head_dim, value.shape[3]) <= 64 else 1
         tiles = replace(tiling.query_pass, use_tma=use_tma, stages=stages)
@@ -295,7 +288,7 @@ class BiasCall:
         self.launch = inputs.launch(
             bias_pass_kernel,
             tiles,
-            {"statistics_ptr": torch.float32, "dB_ptr": bias.dtype},
+            {"dB_ptr": bias.dtype},
             {
                 "OWN_HEADS": own_heads,
                 "SHARING_BATCHES": batch // own_batch,
@@ -310,8 +303,8 @@ class BiasCall:
             shared_by_queries=own_queries < n_queries,
             shared_by_keys=own_keys < n_keys,
         )
-        self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=inputs.n_padded)
-        self.statistics = (batch * heads, 2, inputs.n_padded)
+        self.preprocess = preprocess_launch(out, grad_out, grad_logsumexp, n_padded=n_padded)
+        self.statistics = (batch * heads, 2, n_padded)
 
     def __call__(self, tensors: BackwardTensors, given: Given) -> Tensor:
         """The bias's gradient, contiguous, in its shape and dtype; inputs' last stride is 1."""

@@ -19,7 +19,6 @@ key, E head_dim of value, T tokens of a packed batch. Capital ``_PADDED`` widths
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -231,24 +230,15 @@ class ForwardCall:
     ) -> None:
         out = planned_output(query, value.shape[3], problem.out_dtype)
         logsumexp = empty_row_statistic(out)
-        inputs = KernelInputs(
-            query=query,
-            key=key,
-            value=value,
-            problem=problem,
-            given=given,
-            results={"o": out.stride(), "l": logsumexp.stride()},
-        )
+        results = {"o": out.stride(), "l": logsumexp.stride()}
+        inputs = KernelInputs(query, key, value, problem, given, results=results)
         bias, scores = given.bias, (query.shape[2], key.shape[2])
         use_tma = tiles.use_tma and inputs.readable_by_tma
         bias_tma = use_tma and bias is not None and bias.shape[2:] == scores and can_use_tma(bias)
-        parameters: dict[str, Parameter] = {"O_ptr": out.dtype, "L_ptr": torch.float32}
+        parameters: dict[str, Parameter] = {"O_ptr": out.dtype}
         if bias is not None and bias_tma:
-            strides = [stride or 0 for stride in given.bias_strides]
-            full = (*query.shape[:2], *scores)
-            own = [n if stride else 1 for n, stride in zip(full, strides, strict=True)]
             block = [1, 1, tiles.queries, tiles.keys]
-            parameters["bias_ptr"] = tile_view(own, strides, block, bias.dtype)
+            parameters["bias_ptr"] = tile_view(bias.shape, bias.stride(), block, bias.dtype)
         self.launch = inputs.launch(
             flash_forward_kernel,
             tiles,

@@ -279,12 +279,7 @@ def key_pass_launch(inputs: KernelInputs, tiles: Tiles, dq_mode: tl.constexpr) -
     ``dq_mode``: NONE, ATOMIC or TMA_REDUCE. Unless it is NONE, dQ is the fp32 sum.
     """
     fp32 = torch.float32
-    parameters: dict[str, Parameter] = {
-        **dict.fromkeys(("dQ_ptr", "dK_ptr", "dV_ptr"), inputs.gradient_dtype),
-        "statistics_ptr": fp32,
-    }
-    if dq_mode is not NONE:
-        parameters["dQ_ptr"] = fp32
+    parameters: dict[str, Parameter] = {} if dq_mode is NONE else {"dQ_ptr": fp32}
     # Unless the loop is pipelined, the program waits for a TMA load where the load is issued. It
     # does not wait for a load through pointers until it needs the values.
     use_tma = tiles.use_tma and inputs.readable_by_tma

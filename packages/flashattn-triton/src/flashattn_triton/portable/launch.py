@@ -91,7 +91,7 @@ class KernelOptions:
     shared_by_keys: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KernelInputs:
     """One kind of input of the portable kernels. Tensors are (B, H, N, D), with unit last strides.
 
@@ -112,11 +112,6 @@ class KernelInputs:
     results: Mapping[str, Strides] = field(default_factory=dict)
     n_padded: int = 0
     adds: bool = False
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype of dQ, dK and dV."""
-        return torch.float32 if self.adds else self.query.dtype
 
     @property
     def strides(self) -> dict[str, Strides]:
@@ -167,20 +162,26 @@ class KernelInputs:
             **others,
         )
 
-    def _operands(self, tiles: Tiles, by_tma: Collection[str]) -> dict[str, Parameter]:
-        """The kernels' parameters for inputs and dO, tiles of those that the TMA loads."""
-        operands: dict[str, Parameter] = {}
+    def _tensors(self, tiles: Tiles, by_tma: Collection[str]) -> dict[str, Parameter]:
+        """The kernels' parameters for tensors, tiles of those that the TMA loads."""
+        fp32 = torch.float32
+        of_gradients = fp32 if self.adds else self.query.dtype
+        tensors: dict[str, Parameter] = {
+            **dict.fromkeys(("dQ_ptr", "dK_ptr", "dV_ptr"), of_gradients),
+            **dict.fromkeys(("L_ptr", "statistics_ptr"), fp32),
+            **{n: x if x is None else x.dtype for n, x in zip(POINTERS, self.given, strict=True)},
+        }
         for name, x, rows in (
             ("Q_ptr", self.query, tiles.queries),
             ("K_ptr", self.key, tiles.keys),
             ("V_ptr", self.value, tiles.keys),
             ("dO_ptr", self.grad_out, tiles.queries),
         ):
-            operands[name] = self.query.dtype
+            tensors[name] = self.query.dtype
             if x is not None and name in by_tma:
                 block = [1, 1, rows, padded(x.shape[3], x.dtype)]
-                operands[name] = tile_view(x.shape, x.stride(), block, x.dtype)
-        return operands
+                tensors[name] = tile_view(x.shape, x.stride(), block, x.dtype)
+        return tensors
 
     def launch(
         self,
@@ -195,8 +196,8 @@ class KernelInputs:
     ) -> Launch:
         """The launch of ``kernel`` with this shape and these compile-time options of its own.
 
-        ``parameters``: its tensors besides inputs, ``grad_out`` and most of ``given``. ``numbers``:
-        its arguments that no other kernel has. ``programs``: the grid; None if each program owns a
+        ``parameters``: its tensors that others lack, or have in another form. ``numbers``: its
+        arguments that no other kernel has. ``programs``: the grid; None if each program owns a
         tile of one head's queries. ``walked``: inputs that the TMA loads if it can.
         """
         known_options = self._options(kernel, tiles, **options)
@@ -212,11 +213,14 @@ class KernelInputs:
         outer = {name: stride[:3] for name, stride in self.strides.items()}
         if self.given.packed:  # sequences start where cu_seqlens says
             outer = {name: (0, *stride[1:]) for name, stride in outer.items()}
-        names = ("stride_bb", "stride_bh", "stride_bq", "stride_bk")
-        known = set(kernel.arg_names)
+        bias, known = self.given.bias, set(kernel.arg_names)
+        of_bias = dict.fromkeys(("stride_bb", "stride_bh", "stride_bq", "stride_bk"))
+        if bias is not None:  # 0 in dimensions that share it
+            sizes = zip(of_bias, bias.shape, bias.stride(), strict=True)
+            of_bias = {name: 0 if n == 1 else stride for name, n, stride in sizes}
         every: dict[str, Number] = {
             **stride_numbers(**outer),
-            **dict(zip(names, self.given.bias_strides, strict=True)),
+            **of_bias,
             "N_PADDED": self.n_padded,
             "N_QUERIES": n_queries,
             "N_KEYS": n_keys,
@@ -226,9 +230,7 @@ class KernelInputs:
             **option_numbers(self.problem),
             **(numbers or {}),
         }
-        tensors = self._operands(tiles, walked if known_options.use_tma else ())
-        pairs = zip(POINTERS, self.given, strict=True)
-        tensors |= {name: None if x is None else x.dtype for name, x in pairs}
+        tensors = self._tensors(tiles, walked if known_options.use_tma else ())
         return Launch(
             kernel,
             self.query.device,

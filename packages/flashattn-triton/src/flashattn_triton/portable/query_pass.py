@@ -7,13 +7,9 @@ The formulas are in :mod:`flashattn_triton.portable.backward`.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-from flashattn_triton.configs import Tiles
-from flashattn_triton.launch import Launch
-from flashattn_triton.portable.launch import KernelInputs
 from flashattn_triton.primitives import (
     added_of,
     dot,
@@ -30,7 +26,6 @@ from flashattn_triton.primitives import (
     tile_of_program,
     tma_reload,
 )
-from flashattn_triton.triton_versions import Parameter
 
 
 @triton.jit(do_not_specialize=["N_QUERIES", "N_KEYS", "N_HEADS", "window_left", "window_right"])
@@ -157,12 +152,3 @@ def query_pass_kernel(
     dq_tile = dQ_ptr + first * stride_dqq
     ADDS: tl.constexpr = OPTIONS.adds
     store_rows(dq_tile, dq * scale, rows, columns, stride_dqq, n_rows, D, ADDS)
-
-
-def query_pass_launch(inputs: KernelInputs, tiles: Tiles) -> Launch:
-    """The launch of the kernel on one kind of input."""
-    parameters: dict[str, Parameter] = {
-        "dQ_ptr": inputs.gradient_dtype,
-        "statistics_ptr": torch.float32,
-    }
-    return inputs.launch(query_pass_kernel, tiles, parameters, walked=("K_ptr", "V_ptr"))
