@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from basics_model import CapturedStep, CosineSchedule, TransformerLM
-from basics_model.captured_step import CaptureError, check_inputs
+from basics_model.captured_step import CaptureError, check_counters, check_inputs
 from basics_model.sizes import ModelConfig
 
 CONFIG = ModelConfig(
@@ -28,6 +29,44 @@ def test_inputs_must_be_like_the_recorded_ones() -> None:
     for wrong in (recorded[:1], [torch.zeros(3, 2), recorded[1]], [recorded[0], torch.zeros(4)]):
         with pytest.raises(ValueError, match="takes inputs of the recorded shapes and dtypes"):
             check_inputs(recorded, wrong)
+
+
+def stepped(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = cls([weight], lr=0.1)  # type: ignore[call-arg]
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    return optimizer
+
+
+def test_counters_on_the_host_are_refused() -> None:
+    check_counters(stepped(torch.optim.SGD))
+    optimizer = stepped(torch.optim.AdamW)
+    (state,) = optimizer.state.values()
+    for counter in (state["step"], 1):
+        state["step"] = counter
+        with pytest.raises(CaptureError, match=r"AdamW keeps 'step' on the host.*capturable=True"):
+            check_counters(optimizer)
+    state["step"] = torch.ones((), device="meta")
+    check_counters(optimizer)
+
+
+def test_a_recording_refuses_them_before_the_optimizer_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: "default")
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    optimizer = stepped(torch.optim.Adagrad)
+    (state,) = optimizer.state.values()
+    with pytest.raises(CaptureError, match="Adagrad keeps 'step' on the host"):
+        CapturedStep(optimizer.step)
+    assert state["step"] == 1
+    monkeypatch.undo()
+    optimizer.step()  # outside a recording nothing is refused
+    assert state["step"] == 2
 
 
 def test_a_schedule_fills_a_learning_rate_that_is_a_tensor() -> None:

@@ -246,10 +246,33 @@ def check_forgotten_state(rank, world_size):
             plain.state, sharded.state = defaultdict(dict), {}
             assert not sharded.state
         assert_same(models, partition)
-    with pytest.raises(TypeError, match="state must be assigned to be replaced"):
-        sharded.state.clear()
-    with pytest.raises(TypeError, match="state must be assigned to be replaced"):
-        sharded.state.pop(models[1].norm.weight)
+    train(models, (plain, sharded), 1)
+    held = next(p for p, own in sharded.state.items() if own["exp_avg"].numel())
+    others = torch.full_like(sharded.state[held]["exp_avg"], 7.0)
+    other = nn.Parameter(torch.zeros(2))
+    for change in (
+        lambda: sharded.state.clear(),
+        lambda: sharded.state.pop(held),
+        lambda: sharded.state.update({held: {}}),
+        lambda: sharded.state.__setitem__(held, {"exp_avg": others}),
+        lambda: sharded.state.__setitem__(other, {}),
+        lambda: sharded.state[held].__setitem__("exp_avg", others),
+        lambda: sharded.state[held].update(exp_avg=others),
+        lambda: sharded.state[other].__setitem__("exp_avg", others),
+    ):
+        with pytest.raises(TypeError, match=r"must be changed as a whole.*load_state_dict"):
+            change()
+    for own in sharded.state.values():  # as Lightning moves state
+        for key, value in own.items():
+            own[key] = value.clone()
+    assert not sharded.state[other]
+    with pytest.raises(KeyError):
+        sharded.state[held]["missing"]
+    copied = copy.deepcopy(sharded.state)
+    assert type(copied) is dict
+    assert len(copied) == len(sharded.state)
+    sharded.state[held]["exp_avg"].zero_()  # in place, as before
+    assert not sharded.state[held]["exp_avg"].any()
     model = nn.Linear(4, 4).to(torch.bfloat16)
     optimizer = ShardedOptimizer(
         model.parameters(), torch.optim.AdamW, lr=1e-4, master_dtype=torch.float32

@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Outputs = TypeVar("Outputs")
 
@@ -48,9 +50,10 @@ class CapturedStep(Generic[Outputs]):
         outputs: what the step returned when it was recorded; every replay overwrites its tensors.
 
     Raises:
-        CaptureError: without CUDA, on the default stream, or if the step does something that cannot
-            be recorded. In the last case the process's random generators and memory may be left in
-            the middle of the recording: end the process.
+        CaptureError: without CUDA, on the default stream, if an optimizer counts its steps on the
+            host, or if the step does something else that cannot be recorded. In the last two cases
+            the process's random generators and memory may be left in the middle of the recording:
+            end the process.
     """
 
     def __init__(
@@ -76,14 +79,19 @@ class CapturedStep(Generic[Outputs]):
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may ask for events meanwhile.
         recording = torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local")
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: check_counters(optimizer))
         try:
             with recording:
                 self.outputs: Outputs = step(*self._inputs)
+        except CaptureError:
+            raise
         except RuntimeError as error:
             raise CaptureError(
                 "a step must launch the same kernels at every call and never wait for them to be "
                 f"recorded as a CUDA graph, but got: {error}. Start anew without recording."
             ) from error
+        finally:
+            hook.remove()
 
     def __call__(self, *inputs: Tensor) -> Outputs:
         """Carries the step out with these inputs; returns :attr:`outputs`.
@@ -98,6 +106,24 @@ class CapturedStep(Generic[Outputs]):
         if self._after_replay is not None:
             self._after_replay()
         return self.outputs
+
+
+def check_counters(optimizer: Optimizer) -> None:
+    """Raises CaptureError if the optimizer counts its steps on the host.
+
+    A replay launches kernels only: such a count, and the bias correction that the host computes
+    from it, would stay as they were when the step was recorded.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            number = isinstance(value, int) and not isinstance(value, bool)
+            if number or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1):
+                raise CaptureError(
+                    "an optimizer must keep its counters on the GPU to be recorded as a CUDA "
+                    f"graph, but {type(optimizer).__name__} keeps {key!r} on the host, where no "
+                    "replay changes it. Pass capturable=True if the class has it, or step the "
+                    "optimizer outside the recorded step."
+                )
 
 
 def check_inputs(recorded: Sequence[Tensor], given: Sequence[Tensor]) -> None:

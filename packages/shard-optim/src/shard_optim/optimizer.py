@@ -30,6 +30,7 @@ from shard_optim.communication import (
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
+from shard_optim.kept_moments import by_value
 from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
@@ -50,14 +51,34 @@ from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 Overlap = Literal["next-forward"]
 
 
-class _Parts(defaultdict[Tensor, Any]):
-    """State of this rank's parts, put together anew for every reader."""
+class _Parts(defaultdict[Any, Any]):
+    """State of this rank's parts, or of one of them, put together anew for every reader."""
 
-    def clear(self, *_: Any) -> NoReturn:
-        """Raises TypeError: what is removed here would stay in the optimizer."""
-        raise TypeError("state must be assigned to be replaced: optimizer.state = {} forgets it.")
+    def clear(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises TypeError: what is changed here would not change in the optimizer."""
+        raise TypeError(
+            "state of a ShardedOptimizer must be changed as a whole, but an entry was put into it "
+            "or removed. Call load_state_dict(), assign optimizer.state ({} forgets all moments), "
+            "or change a tensor in place."
+        )
 
-    pop = popitem = __delitem__ = clear
+    pop = popitem = __delitem__ = update = setdefault = __ior__ = clear
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        own = self.get(key)  # Lightning puts every tensor back after moving it to a device
+        tensors = isinstance(own, Tensor) and isinstance(value, Tensor)
+        if own is not value and not (
+            tensors and torch.equal(by_value(own).to(value.device), by_value(value))
+        ):
+            self.clear()
+
+    def __missing__(self, key: Any) -> Any:
+        if self.default_factory is None:
+            raise KeyError(key)
+        return self.default_factory()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy is the reader's own
 
 
 class ShardedOptimizer(Optimizer):
@@ -77,7 +98,7 @@ class ShardedOptimizer(Optimizer):
     A real ``torch.optim.Optimizer``: ``param_groups`` hold the whole parameters and keep identity,
     so learning-rate schedulers, hooks and ``zero_grad`` work; hyperparameters are read from them
     at every step. ``state`` maps each parameter that this rank owns part of to that part's state.
-    Tensors in it may be changed in place, and ``state`` be assigned; an entry put into it is lost.
+    Tensors in it may be changed in place, and ``state`` be assigned; other changes are refused.
 
     Parameters become views of flat buffers (``buckets.py``), so construct this after moving
     the model to its device and dtype. A parameter that is frozen at construction takes no space
@@ -218,11 +239,11 @@ class ShardedOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """This rank's state, by the whole parameter that it belongs to a part of."""
-        params, found = self.all_params(), _Parts(dict)
+        params, found = self.all_params(), {}
         for index, state in self.local.states().items():
             if own := {key: value for key, value in state.items() if key != MASTER}:
-                found[params[index]] = own
-        return found
+                found[params[index]] = _Parts(None, own)
+        return _Parts(_Parts, found)
 
     @state.setter
     def state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
