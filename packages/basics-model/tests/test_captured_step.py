@@ -45,7 +45,9 @@ def test_counters_on_the_host_are_refused() -> None:
     (state,) = optimizer.state.values()
     for counter in (state["step"], 1):
         state["step"] = counter
-        with pytest.raises(CaptureError, match=r"AdamW keeps 'step' on the host.*capturable=True"):
+        with pytest.raises(
+            CaptureError, match=r"'step' of AdamW must be on the GPU.*capturable=True"
+        ):
             check_counters(optimizer)
     state["step"] = torch.ones((), device="meta")
     check_counters(optimizer)
@@ -61,7 +63,7 @@ def test_a_recording_refuses_them_before_the_optimizer_steps(
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     optimizer = stepped(torch.optim.Adagrad)
     (state,) = optimizer.state.values()
-    with pytest.raises(CaptureError, match="Adagrad keeps 'step' on the host"):
+    with pytest.raises(CaptureError, match="'step' of Adagrad must be on the GPU"):
         CapturedStep(optimizer.step)
     assert state["step"] == 1
     monkeypatch.undo()

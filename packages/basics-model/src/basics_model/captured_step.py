@@ -50,10 +50,9 @@ class CapturedStep(Generic[Outputs]):
         outputs: what the step returned when it was recorded; every replay overwrites its tensors.
 
     Raises:
-        CaptureError: without CUDA, on the default stream, if an optimizer counts its steps on the
-            host, or if the step does something else that cannot be recorded. In the last two cases
-            the process's random generators and memory may be left in the middle of the recording:
-            end the process.
+        CaptureError: without CUDA, on the default stream, or if the step does something that cannot
+            be recorded, such as to count on the host. In the last case the process's random
+            generators and memory may be left in the middle of the recording: end the process.
     """
 
     def __init__(
@@ -83,8 +82,6 @@ class CapturedStep(Generic[Outputs]):
         try:
             with recording:
                 self.outputs: Outputs = step(*self._inputs)
-        except CaptureError:
-            raise
         except RuntimeError as error:
             raise CaptureError(
                 "a step must launch the same kernels at every call and never wait for them to be "
@@ -109,20 +106,15 @@ class CapturedStep(Generic[Outputs]):
 
 
 def check_counters(optimizer: Optimizer) -> None:
-    """Raises CaptureError if the optimizer counts its steps on the host.
-
-    A replay launches kernels only: such a count, and the bias correction that the host computes
-    from it, would stay as they were when the step was recorded.
-    """
+    """Raises CaptureError if the optimizer counts its steps on the host."""
     for state in optimizer.state.values():
         for key, value in state.items():
-            number = isinstance(value, int) and not isinstance(value, bool)
-            if number or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1):
+            on_host = isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+            if on_host or type(value) is int:
                 raise CaptureError(
-                    "an optimizer must keep its counters on the GPU to be recorded as a CUDA "
-                    f"graph, but {type(optimizer).__name__} keeps {key!r} on the host, where no "
-                    "replay changes it. Pass capturable=True if the class has it, or step the "
-                    "optimizer outside the recorded step."
+                    f"{key!r} of {type(optimizer).__name__} must be on the GPU to be recorded as a "
+                    "CUDA graph, but is on the host, where no replay changes it. Pass "
+                    "capturable=True if the class has it, or step outside the recorded step."
                 )
 
 

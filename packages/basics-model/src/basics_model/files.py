@@ -29,10 +29,19 @@ def written_whole(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if (failed := _os_error(error)) is not None:
-            raise OSError(failed.errno, failed.strerror, str(path)) from error
+        # On a full disk torch.save still ends its archive, and complains of a position in it.
+        cause: BaseException | None = error
+        while isinstance(cause, RuntimeError):
+            cause = cause.__context__
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
         raise
-    _flush_folder(path.parent)
+    if os.name == "posix":  # elsewhere a folder cannot be opened, and a rename needs no flush
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @contextmanager
@@ -46,24 +55,3 @@ def refusing_damage(path: Path | str, expected: str, remedy: str) -> Iterator[No
         raise ValueError(
             f"{path} must be {expected}, but got a damaged or other file: {error}. {remedy}"
         ) from error
-
-
-def _os_error(error: BaseException) -> OSError | None:
-    """The failure to write behind an error of ``torch.save``, which ends its archive even then.
-
-    On a disk that is full it complains of a position in the archive instead.
-    """
-    if isinstance(error, OSError):
-        return error
-    context = error.__context__ if isinstance(error, RuntimeError) else None
-    return None if context is None else _os_error(context)
-
-
-def _flush_folder(folder: Path) -> None:
-    if os.name != "posix":  # elsewhere a folder cannot be opened, and a rename needs no flush
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

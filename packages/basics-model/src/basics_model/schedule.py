@@ -102,13 +102,11 @@ class CosineSchedule:
                 "add_param_group."
             )
         self.updates, self.max_learning_rates = updates, max_learning_rates
+        steps = {"warmup_steps": self.warmup_steps, "total_steps": self.total_steps}
         for group, maximum in zip(groups, max_learning_rates, strict=True):
+            least = maximum * self.min_ratio
             rate = cosine_learning_rate(
-                updates + 1,
-                max_learning_rate=maximum,
-                min_learning_rate=maximum * self.min_ratio,
-                warmup_steps=self.warmup_steps,
-                total_steps=self.total_steps,
+                updates + 1, max_learning_rate=maximum, min_learning_rate=least, **steps
             )
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)

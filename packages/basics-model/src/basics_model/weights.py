@@ -45,10 +45,7 @@ def save_safetensors(path: Path | str, model: TransformerLM) -> None:
 
 
 def load_safetensors(
-    path: Path | str,
-    *,
-    attention: Attention = sdpa_attention,
-    device: torch.device | str = "cpu",
+    path: Path | str, *, attention: Attention = sdpa_attention, device: torch.device | str = "cpu"
 ) -> TransformerLM:
     """Builds the model that a file of :func:`save_safetensors` describes, with its weights.
 

@@ -238,7 +238,8 @@ class ForwardCall:
         parameters: dict[str, Parameter] = {"O_ptr": out.dtype}
         if bias is not None and bias_tma:
             block = [1, 1, tiles.queries, tiles.keys]
-            parameters["bias_ptr"] = tile_view(bias.shape, bias.stride(), block, bias.dtype)
+            own = [n if stride else 1 for n, stride in zip(bias.shape, bias.stride(), strict=True)]
+            parameters["bias_ptr"] = tile_view(own, bias.stride(), block, bias.dtype)
         self.launch = inputs.launch(
             flash_forward_kernel,
             tiles,
