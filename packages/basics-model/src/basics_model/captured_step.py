@@ -12,8 +12,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 Outputs = TypeVar("Outputs")
 
