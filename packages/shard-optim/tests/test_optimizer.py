@@ -257,6 +257,7 @@ def check_forgotten_state(rank, world_size):
         lambda: sharded.state.__setitem__(held, {"exp_avg": others}),
         lambda: sharded.state.__setitem__(other, {}),
         lambda: sharded.state[held].__setitem__("exp_avg", others),
+        lambda: sharded.state[held].__setitem__("exp_avg", sharded.state[held]["exp_avg"].half()),
         lambda: sharded.state[held].update(exp_avg=others),
         lambda: sharded.state[other].__setitem__("exp_avg", others),
     ):

@@ -110,7 +110,7 @@ def as_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tenso
 
 
 def as_int32(x: Tensor) -> Tensor:
-    """int64 as int32; what does not fit becomes the largest number, or -1, and none that is valid.
+    """int64 as int32; what does not fit becomes -1 or the largest number, which no caller may give.
 
     Other dtypes are left as they are.
     """

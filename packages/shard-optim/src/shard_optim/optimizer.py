@@ -65,10 +65,12 @@ class _Parts(defaultdict[Any, Any]):
     pop = popitem = __delitem__ = update = setdefault = __ior__ = clear
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        own = self.get(key)  # Lightning puts every tensor back after moving it to a device
+        own: Any = self.get(key)  # Lightning puts every tensor back after moving it to a device
         tensors = isinstance(own, Tensor) and isinstance(value, Tensor)
         if own is not value and not (
-            tensors and torch.equal(by_value(own).to(value.device), by_value(value))
+            tensors
+            and own.dtype == value.dtype
+            and torch.equal(by_value(own).to(value.device), by_value(value))
         ):
             self.clear()
 

@@ -124,7 +124,7 @@ BACKWARD = {
     (128, True): BackwardConfig(queries=64, spills=180),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
-    (192, True): BackwardConfig(queries=64, spills=732),
+    (192, True): BackwardConfig(queries=64, spills=716),
     (192, False): BackwardConfig(queries=64, spills=264),
     (256, True): BackwardConfig(queries=64, spills=0, keys=64),
     (256, False): BackwardConfig(queries=64, spills=0, keys=64),

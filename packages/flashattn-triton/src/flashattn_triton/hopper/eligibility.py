@@ -79,8 +79,8 @@ def is_wide(head_dims: tuple[int, int]) -> bool:
 def takes_gradients(head_dims: tuple[int, int], problem: Problem, by_name: bool = False) -> bool:
     """Whether gradients of what is not refused are this tier's too; else the portable kernels run.
 
-    They are those of soft-caps on narrow heads, for which there is no kernel here, and those that
-    are deterministic by the portable tier's separate pass, unless they are faster here. Under a
+    For soft-caps on narrow heads there is no kernel here. Deterministic gradients are taken where
+    they are faster than by the portable tier's separate pass, or asked for ``by_name``. Under a
     mask with a right edge each program begins at its own diagonal, so few programs wait for others,
     and without a mask short sequences form rings. A left edge alone leaves all programs to begin at
     the same queries. Of wide heads the portable tier takes twice as long anyway.

@@ -316,11 +316,11 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
         together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
         if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
             together = gl.where(together == n_heads, n_heads, 1)
-        before = (n_heads - together) * n_tiles  # programs of heads that come one after another
-        late = index >= before
-        index = gl.where(late, index - before, index)
-        head = gl.where(late, n_heads - together + index % together, index // n_tiles)
-        first_key = gl.where(late, index // together, index % n_tiles) * KEYS
+        first_head = min(index // n_tiles, n_heads - together)
+        together = gl.where(first_head == n_heads - together, together, 1)
+        index -= first_head * n_tiles
+        head = first_head + index % together
+        first_key = (index // together) * KEYS
     else:
         head = index // n_tiles
         first_key = (index % n_tiles) * KEYS
