@@ -49,7 +49,6 @@ from train_parallel import Parallelism, Replicas, make_parallelism
 from train_report import Report, say
 from train_settings import (
     ATTENTIONS,
-    FLOAT8_RECIPES,
     PRECISIONS,
     PRODUCTS,
     WRAPPERS,
@@ -214,7 +213,7 @@ def check_float8(settings: Settings, device: torch.device) -> None:
         raise ValueError(
             f"--products {settings.products} must come with --precision bf16 on a GPU of compute "
             f"capability 8.9 or more, but got {settings.precision} on {device.type}. Use "
-            "--products joined."
+            "--products plain."
         )
 
 
@@ -279,7 +278,7 @@ class Inputs:
             "precision",
         ):
             self.identity[name] = getattr(settings, name)
-        if settings.products in FLOAT8_RECIPES:
+        if PRODUCTS[settings.products]:
             check_float8(settings, device)
             self.identity["precision"] += f" with {settings.products} products"
 
@@ -334,15 +333,14 @@ class Trainer:
         model = TransformerLM(
             inputs.config,
             attention=inputs.context.attention if shared else inputs.attention,
-            products=PRODUCTS[settings.products],
             checkpoint_blocks=checkpoint_blocks,
             keep_attention=keep_attention,
             device=device,
         )
         if checkpoint is not None:  # on rank 0 alone: the others are given its weights
             model.load_state_dict(checkpoint.model)
-        if settings.products in FLOAT8_RECIPES:
-            together(lambda: use_float8_products(model, FLOAT8_RECIPES[settings.products]))
+        if recipe := PRODUCTS[settings.products]:
+            together(lambda: use_float8_products(model, recipe))
         if settings.compile:
             for block in model.blocks:
                 block.compile()

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from basics_model import BYTE_VOCAB_SIZE, SAMPLE_TEXT, SIZES, ModelConfig, sdpa_attention
 from basics_model.attention import Attention, softmax_attention
-from basics_model.products import Products, joined_products, separate_products
 from flashattn_triton import flash_attention
 
 T = TypeVar("T")
@@ -38,14 +37,8 @@ ATTENTIONS: Mapping[str, Attention] = {
     "softmax": softmax_attention,
 }
 PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PRODUCTS: Mapping[str, Products] = {
-    "separate": separate_products,
-    "joined": joined_products,
-    "float8": separate_products,
-    "float8-rows": separate_products,
-}
-#: torchao's recipes for the products that are computed in float8.
-FLOAT8_RECIPES = {"float8": "tensorwise", "float8-rows": "rowwise"}
+#: torchao's recipes for products of blocks that are computed in float8.
+PRODUCTS = {"plain": None, "float8": "tensorwise", "float8-rows": "rowwise"}
 DEFAULT_CONFIG = ModelConfig(d_model=128, d_ff=384, num_layers=2, num_heads=4)
 
 
@@ -235,12 +228,12 @@ class Settings:
     products: Annotated[
         str,
         option(
-            "How blocks multiply: query, key and value apart or as one product, or everything in "
-            "float8 with one scale a tensor or one a row (by torchao, on GPUs from Ada on).",
+            "How blocks multiply: in --precision, or in float8 with one scale a tensor or one a "
+            "row (by torchao, on GPUs from Ada on).",
             "Training",
             metavar="|".join(PRODUCTS),
         ),
-    ] = "separate"
+    ] = "plain"
     compile: Annotated[
         bool,
         option("Compile the Transformer blocks; the first update then takes longer.", "Training"),

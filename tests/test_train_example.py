@@ -301,7 +301,6 @@ def test_run_continues_under_other_wrappers_but_not_with_other_settings(
         shutil.copy(whole / "step-000000020.pt", folder)
 
     others: dict[str, object] = {"batch_size": 2, "accumulate": 2, "attention": "softmax"}
-    others["products"] = "joined"
     unsharded, rounded, faster, changed, fresh = (
         examples.run(command)
         for command in (
@@ -561,9 +560,7 @@ def test_bad_input_is_one_line(examples: Examples, text: Path, tmp_path: Path) -
         "must be a checkpoint of save_checkpoint, but got a damaged": {"checkpoint_dir": damaged},
         "attention must be one of flash, sdpa, softmax, but got 'fast'": {"attention": "fast"},
         "precision must be one of fp32, bf16, but got 'fp8'": {"precision": "fp8"},
-        "products must be one of separate, joined, float8, float8-rows, but got 'fp4'": {
-            "products": "fp4"
-        },
+        "products must be one of plain, float8, float8-rows, but got 'fp4'": {"products": "fp4"},
         "--products float8 must come with --precision bf16 on a GPU of compute capability 8.9 or "
         "more, but got bf16 on cpu": {"products": "float8", "precision": "bf16"},
         "device must be one of auto, cuda, cpu, but got 'tpu'": {"device": "tpu"},

@@ -22,7 +22,7 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,9 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
 from basics_model import CapturedStep, ModelConfig, TransformerLM, model_config
-from basics_model import attention as rotary
-from basics_model import model as parts
-from basics_model.products import Products, joined_products, separate_products
 from ddp_lite.peer import PeerCopies, PeerMemory
 from flashattn_triton import flash_attention
 from shard_optim import FullyShardedDataParallel
@@ -46,127 +43,6 @@ from shard_optim.fully_sharded import unit as units
 DEVICE = "cuda"
 BANDWIDTH = 3.0e12  # bytes per second, of a copy on an H100
 LOSSES, WARMUP = 6, 6  # steps whose losses are compared, all before the recording
-
-# --- norms: residual sum and norm in one pass, their backward in another ------------------------
-
-
-@triton.jit
-def _norm_kernel(x, delta, weight, total, out, scale, M, EPS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = at < M
-    value = tl.load(x + row * M + at, inside, 0.0).to(tl.float32)
-    value += tl.load(delta + row * M + at, inside, 0.0).to(tl.float32)
-    value = value.to(total.dtype.element_ty).to(tl.float32)
-    factor = tl.rsqrt(tl.sum(value * value) / M + EPS)
-    tl.store(total + row * M + at, value, inside)
-    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
-    tl.store(out + row * M + at, value * factor * w, inside)
-    tl.store(scale + row, factor)
-
-
-@triton.jit
-def _norm_backward_kernel(  # type: ignore[no-untyped-def]
-    grad, grad_total, total, scale, weight, out, partial, rows, M,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    at = tl.arange(0, BLOCK)
-    inside = at < M
-    w = tl.load(weight + at, inside, 0.0).to(tl.float32)
-    collected = tl.zeros((BLOCK,), tl.float32)
-    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        place = row * M + at
-        dy = tl.load(grad + place, inside, 0.0).to(tl.float32)
-        value = tl.load(total + place, inside, 0.0).to(tl.float32)
-        beside = tl.load(grad_total + place, inside, 0.0).to(tl.float32)
-        factor = tl.load(scale + row)
-        normed = value * factor
-        collected += dy * normed
-        dy *= w
-        dx = factor * (dy - normed * (tl.sum(dy * normed) / M))
-        tl.store(out + place, beside + dx, inside)
-    tl.store(partial + tl.program_id(0) * M + at, collected, inside)
-
-
-@torch.library.custom_op("step::add_norm", mutates_args=())
-def add_norm(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, its norm, and the norm's factor of each row."""
-    width = x.shape[-1]
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    block = triton.next_power_of_2(width)
-    _norm_kernel[(scale.numel(),)](
-        x, delta, weight, total, out, scale, width, 1e-5, block, num_warps=4
-    )
-    return total, out, scale
-
-
-@add_norm.register_fake
-def _(x: Tensor, delta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(x), torch.empty_like(x), scale
-
-
-@torch.library.custom_op("step::add_norm_backward", mutates_args=())
-def add_norm_backward(
-    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x (and of delta), and parts of the weight's, one a program."""
-    width, rows = total.shape[-1], scale.numel()
-    out = torch.empty_like(total)
-    programs = min(rows, 528)
-    partial = scale.new_empty((programs, width))
-    block = triton.next_power_of_2(width)
-    _norm_backward_kernel[(programs,)](
-        grad.contiguous(), grad_total.contiguous(), total, scale, weight, out, partial, rows,
-        width, block, 2, num_warps=8,
-    )  # fmt: skip
-    return out, partial
-
-
-@add_norm_backward.register_fake
-def _(
-    grad: Tensor, grad_total: Tensor, total: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    programs = min(scale.numel(), 528)
-    return torch.empty_like(total), scale.new_empty((programs, total.shape[-1]))
-
-
-def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
-    total, _, scale = output
-    ctx.save_for_backward(total, scale, inputs[2])
-
-
-def _norm_backward(
-    ctx: Any, grad_total: Tensor, grad: Tensor, _: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, scale, weight = ctx.saved_tensors
-    out, partial = add_norm_backward(grad, grad_total, total, scale, weight)
-    return out, out, partial.sum(0).to(weight.dtype)
-
-
-add_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
-
-
-def carried_block(self: Any, carried: Any, cos: Tensor, sin: Tensor) -> Any:
-    """``Block.forward``, whose residual stream is a sum that the next norm makes."""
-    x, delta = carried
-    x, normed, _ = add_norm(x, delta, self.attention_norm.weight)
-    delta = self.attention(normed, cos, sin)
-    x, normed, _ = add_norm(x, delta, self.feed_forward_norm.weight)
-    return x, self.feed_forward(normed)
-
-
-def carried_model(self: Any, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-    """``TransformerLM.forward`` around :func:`carried_block`."""
-    positions = torch.arange(token_ids.shape[1], device=token_ids.device)
-    cos, sin = rotary.rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
-    x = self.embedding(token_ids)
-    carried = x, torch.zeros_like(x)
-    for block in self.blocks:
-        carried = block(carried, cos, sin)
-    _, normed, _ = add_norm(*carried, self.norm.weight)
-    return self.lm_head(normed, targets)
-
 
 # --- AdamW as soon as a unit's gradients are averaged -------------------------------------------
 
@@ -253,50 +129,33 @@ class UnitAdamW:
 
 # --- variants -----------------------------------------------------------------------------------
 
-Forwards = dict[type[nn.Module], Callable[..., Tensor]]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
     """What differs from today's step.
 
     Attributes:
-        forwards: in place of those of modules.
         inductor: options of the compiler.
-        adamw: torch's fused one, after backward or "in-backward" by ``update_in_backward``; or
+        adamw: torch's fused one, "after" backward or "in-backward" by ``update_in_backward``; or
             :class:`UnitAdamW` "at-once" or "overlapped".
         moments: dtype of the moments of :class:`UnitAdamW`.
-        products: of the model.
         priority: of the stream of the computation; a lower number goes first.
         float8: the name of one of torchao's recipes for the products of blocks.
     """
 
-    forwards: Forwards = dataclasses.field(default_factory=dict)
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
-    adamw: str = "torch"
+    adamw: str = "in-backward"
     moments: torch.dtype = torch.float32
     float8: str | None = None
-    products: Products = separate_products
     priority: int = 0
 
 
-CARRIED: Forwards = {parts.Block: carried_block, TransformerLM: carried_model}
 VARIANTS = {
     "today": Variant(),
-    "joined": Variant(products=joined_products),
-    "carried": Variant(products=joined_products, forwards=CARRIED),
-    "in-backward": Variant(adamw="in-backward"),
-    "overlapped": Variant(adamw="overlapped"),
-    "all": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped"),
-    "first": Variant(products=joined_products, forwards=CARRIED, adamw="overlapped", priority=-1),
-    "moments": Variant(
-        products=joined_products,
-        forwards=CARRIED,
-        adamw="overlapped",
-        moments=torch.bfloat16,
-    ),
-    "at-once": Variant(products=joined_products, forwards=CARRIED, adamw="at-once"),
-    "early-launch": Variant(inductor={"triton.enable_pdl": True}),
+    "first": Variant(priority=-1),
+    "own-adamw": Variant(adamw="overlapped"),
+    "moments": Variant(adamw="overlapped", moments=torch.bfloat16),
+    "moments-first": Variant(adamw="overlapped", moments=torch.bfloat16, priority=-1),
     "float8": Variant(float8="tensorwise", adamw="overlapped"),
     "float8-rows": Variant(float8="rowwise", adamw="overlapped"),
 }
@@ -325,7 +184,7 @@ class Step:
         assert group is not None
         memory = PeerMemory(group)
         config = configuration(options)
-        model = TransformerLM(config, attention=causal, products=variant.products, device=DEVICE)
+        model = TransformerLM(config, attention=causal, device=DEVICE)
         if variant.float8 is not None:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -385,8 +244,8 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @contextmanager
-def patched(variant: Variant) -> Iterator[list[UnitAdamW]]:
-    """Puts a variant's functions in place; what is yielded takes its :class:`UnitAdamW`."""
+def patched() -> Iterator[list[UnitAdamW]]:
+    """What is yielded takes the variant's :class:`UnitAdamW`, if it has one."""
     holder: list[UnitAdamW] = []
     finish = units.UnitReduction.finish
 
@@ -397,21 +256,14 @@ def patched(variant: Variant) -> Iterator[list[UnitAdamW]]:
             finish(reduction)
 
     with mock.patch.object(units.UnitReduction, "finish", finish_or_update):
-        before = {kind: kind.forward for kind in variant.forwards}
-        for kind, forward in variant.forwards.items():
-            kind.forward = forward  # type: ignore[method-assign]
         made = UnitAdamW.__init__
 
         def remember(self: UnitAdamW, *args: Any, **kwargs: Any) -> None:
             made(self, *args, **kwargs)
             holder.append(self)
 
-        try:
-            with mock.patch.object(UnitAdamW, "__init__", remember):
-                yield holder
-        finally:
-            for kind, forward in before.items():
-                kind.forward = forward  # type: ignore[method-assign]
+        with mock.patch.object(UnitAdamW, "__init__", remember):
+            yield holder
 
 
 def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[str, Any]:
@@ -420,7 +272,7 @@ def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[s
     begin = time.perf_counter()
     with (
         torch.cuda.stream(torch.cuda.Stream(priority=VARIANTS[name].priority)),
-        patched(VARIANTS[name]) as holder,
+        patched() as holder,
         torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True),
     ):
         step = Step(VARIANTS[name], options)

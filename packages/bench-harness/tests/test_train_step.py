@@ -271,7 +271,6 @@ def case(tmp_path_factory):
                     "keep_attention": True,
                     "loss": "chunked",
                     "attention": "flash",
-                    "products": "joined",
                 },
             ],
             **TINY,

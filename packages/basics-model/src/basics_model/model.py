@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from basics_model.attention import Attention, apply_rotary, rotary_tables, sdpa_attention
 from basics_model.loss import linear_cross_entropy
-from basics_model.products import Products, separate_products
 from basics_model.recomputation import attention_kept
 from basics_model.sizes import ModelConfig, require_integer
 
@@ -105,24 +104,25 @@ class SelfAttention(nn.Module):
         self,
         config: ModelConfig,
         attention: Attention,
-        products: Products = separate_products,
         **placement: Unpack[Placement],
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.attention, self.products = attention, products
+        self.attention = attention
         self.query, self.key, self.value, self.output = (
             Linear(config.d_model, config.d_model, **placement) for _ in range(4)
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Maps (B, S, M) to (B, S, M); ``cos`` and ``sin`` are the rotary tables (S, D)."""
+        x = shared_input(x)
         query, key, value = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, H, S, D]
-            for projected in self.products(shared_input(x), (self.query, self.key, self.value))
+            layer(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, D]
+            for layer in (self.query, self.key, self.value)
         )
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
-        mixed = self.attention(query, key, value)  # [B, H, S, D]
+        mixed = self.attention(*(x.transpose(1, 2) for x in (query, key, value)))  # [B, H, S, D]
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(-2)))
 
 
@@ -144,15 +144,15 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm block: attention, then feed-forward, each added to the residual stream.
 
-    With ``keep_attention`` the block checkpoints itself (:mod:`basics_model.recomputation`), so
-    that ``torch.compile`` of a block sees the checkpoint.
+    The stream goes through blocks as two terms, whose sum is made by the next norm, so that a
+    compiler makes one kernel of both. With ``keep_attention`` the block checkpoints itself
+    (:mod:`basics_model.recomputation`), so that ``torch.compile`` of a block sees the checkpoint.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         attention: Attention,
-        products: Products = separate_products,
         *,
         keep_attention: bool = False,
         **placement: Unpack[Placement],
@@ -160,21 +160,23 @@ class Block(nn.Module):
         super().__init__()
         self.keep_attention = keep_attention
         self.attention_norm = RMSNorm(config.d_model, **placement)
-        self.attention = SelfAttention(config, attention, products, **placement)
+        self.attention = SelfAttention(config, attention, **placement)
         self.feed_forward_norm = RMSNorm(config.d_model, **placement)
         self.feed_forward = SwiGLU(config.d_model, config.d_ff, **placement)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Maps the residual stream (B, S, M) to its next state."""
+    def forward(self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps the terms of the residual stream, each (B, S, M), to those of its next state."""
+        x = x + delta  # one tensor is kept, if the block is recomputed
         if self.keep_attention and torch.is_grad_enabled():
-            return checkpoint(
+            kept: tuple[Tensor, Tensor] = checkpoint(
                 self._layers, x, cos, sin, use_reentrant=False, context_fn=attention_kept
             )
+            return kept
         return self._layers(x, cos, sin)
 
-    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        return cast(Tensor, x + self.feed_forward(self.feed_forward_norm(x)))
+        return x, self.feed_forward(self.feed_forward_norm(x))
 
 
 class TransformerLM(nn.Module):
@@ -184,9 +186,6 @@ class TransformerLM(nn.Module):
         config: hyperparameters.
         attention: maps query, key, value (batch, heads, seq, head_dim) to an output of that shape,
             with the causal mask inside. All are views of (batch, seq, heads, head_dim) memory.
-        products: multiplies the input of attention with the weights of query, key and value: one
-            after the other, or as one product (:func:`basics_model.products.joined_products`),
-            which is faster where the weights lie side by side, as in a step of sharded parameters.
         checkpoint_blocks: how many consecutive blocks are recomputed together in the backward pass
             (activation checkpointing, Chen et al., arXiv:1604.06174); 0 keeps everything. With n,
             the input of every n-th block is kept, and backward holds the activations of n blocks at
@@ -208,7 +207,6 @@ class TransformerLM(nn.Module):
         config: ModelConfig,
         *,
         attention: Attention = sdpa_attention,
-        products: Products = separate_products,
         checkpoint_blocks: int = 0,
         keep_attention: bool = False,
         device: torch.device | str | None = None,
@@ -227,7 +225,7 @@ class TransformerLM(nn.Module):
         placement: Placement = {"device": device, "dtype": dtype}
         self.embedding = Embedding(config.vocab_size, config.d_model, **placement)
         self.blocks = nn.ModuleList(
-            Block(config, attention, products, keep_attention=keep_attention, **placement)
+            Block(config, attention, keep_attention=keep_attention, **placement)
             for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.d_model, **placement)
@@ -275,6 +273,7 @@ class TransformerLM(nn.Module):
         return cast(Tensor, self.lm_head(self.norm(x), targets))
 
     def _run_blocks(self, indices: range, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        delta = torch.zeros_like(x)
         for index in indices:
-            x = self.blocks[index](x, cos, sin)
-        return x
+            x, delta = self.blocks[index](x, delta, cos, sin)
+        return x + delta

@@ -1,89 +1,11 @@
-"""Products of one input with several weights: one after the other, or as one larger product.
-
-Query, key and value read the same input. A GPU fills its multiprocessors better with one product of
-three times the rows than with three, and backward makes one gradient of the input instead of three
-and their sum. The weights stay parameters of their own: a checkpoint does not depend on how they
-are multiplied. (The two halves of a SwiGLU fill a GPU on their own: joined, they are slower.)
-"""
+"""Products of a model's blocks in float8, by torchao."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-Products: TypeAlias = "Callable[[Tensor, Sequence[nn.Linear]], Sequence[Tensor]]"
-"""Maps an input (..., in) and bias-free layers to each layer's output (..., out)."""
-
-
-def separate_products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """One product for each layer, of type :data:`Products`."""
-    return [layer(x) for layer in layers]
-
-
-def joined_products(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    """One product for all layers, of type :data:`Products`; the results are views of one tensor.
-
-    Weights in the input's dtype that lie side by side in memory are read where they are. That is
-    how ``shard_optim.FullyShardedDataParallel`` gathers the parameters of a unit. Other weights are
-    copied side by side, and cast if they need it, in every pass. The layers' hooks do not run.
-    """
-    weights = [layer.weight for layer in layers]
-    rows = x.flatten(0, -2)
-    if all(weight.dtype == x.dtype for weight in weights):
-        whole = _product(rows, weights, True)
-    else:
-        whole = rows @ torch.cat(weights).to(x.dtype).t()
-    parts: tuple[Tensor, ...] = whole.split([len(weight) for weight in weights], -1)
-    return [part.unflatten(0, x.shape[:-1]) for part in parts]
-
-
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """The weights below each other as one matrix: a view if they are neighbours, else a copy."""
-    first = weights[0]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for weight in weights:
-        same = weight.untyped_storage().data_ptr() == storage and weight.data_ptr() == end
-        if not (same and weight.is_contiguous()):
-            return torch.cat(list(weights))
-        end += weight.nbytes
-    rows = sum(len(weight) for weight in weights)
-    return first.as_strided((rows, first.shape[1]), first.stride())
-
-
-# Compilers see each weight as an input of its own. This operator hides from them that several
-# weights are one matrix.
-
-
-@torch.library.custom_op("basics_model::product", mutates_args=())
-def _product(x: Tensor, weights: list[Tensor], transposed: bool) -> Tensor:
-    """(N, in) times the transpose of the weights below each other, or (N, out) times them."""
-    whole = _side_by_side(weights)
-    return x @ (whole.t() if transposed else whole)
-
-
-@_product.register_fake
-def _(x: Tensor, weights: list[Tensor], transposed: bool) -> Tensor:
-    rows = sum(len(weight) for weight in weights)
-    return x.new_empty(len(x), rows if transposed else weights[0].shape[1])
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, list[Tensor], bool], output: Tensor) -> None:
-    x, weights, ctx.transposed = inputs
-    ctx.save_for_backward(x, *weights)
-
-
-def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], None]:
-    x, *weights = ctx.saved_tensors
-    whole = grad.t() @ x if ctx.transposed else x.t() @ grad
-    parts = whole.split([len(weight) for weight in weights])
-    return _product(grad, weights, not ctx.transposed), list(parts), None
-
-
-_product.register_autograd(_gradients, setup_context=_keep)
+from torch import nn
 
 
 def use_float8_products(
@@ -103,7 +25,7 @@ def use_float8_products(
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: the model is on the meta device, joins its products, or has other dimensions.
+        ValueError: the model is on the meta device, or has other dimensions.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -114,11 +36,6 @@ def use_float8_products(
         ) from error
     blocks: Any = model.blocks
     for name, module in blocks.named_modules():
-        if getattr(module, "products", separate_products) is not separate_products:
-            raise ValueError(
-                f"products must be separate_products beside float8, but got {module.products!r}. "
-                "Leave products out."
-            )
         if isinstance(module, nn.Linear):
             if module.weight.is_meta:  # torchao's layers would draw their weights otherwise
                 raise ValueError(

@@ -317,7 +317,6 @@ def language_model(
     seed: int = 0,
     batch_seed: int = 0,
     chunked_loss: bool = False,
-    joined_products: bool = False,
     float8_recipe: str | None = None,
     **how: Any,
 ) -> Workload:
@@ -329,7 +328,6 @@ def language_model(
         seed: of the parameters.
         batch_seed: of the tokens; distinct per rank in data-parallel runs.
         chunked_loss: the loss is made inside the model, without all logits in memory at once.
-        joined_products: query, key and value are one product.
         float8_recipe: of :func:`basics_model.products.use_float8_products`; None for none.
         how: further arguments of :class:`basics_model.TransformerLM`.
 
@@ -343,12 +341,7 @@ def language_model(
 
     model_config = language_model_config(config)
     torch.manual_seed(seed)
-    module = basics_model.TransformerLM(
-        model_config,
-        products=products.joined_products if joined_products else products.separate_products,
-        device=device,
-        **how,
-    )
+    module = basics_model.TransformerLM(model_config, device=device, **how)
     if float8_recipe is not None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
             raise CaseSkipped(

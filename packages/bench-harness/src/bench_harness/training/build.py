@@ -182,7 +182,6 @@ def _workload(variant: of.Settings, config: Config, device: torch.device) -> Wor
         checkpoint_blocks=variant.checkpoint_blocks,
         keep_attention=variant.keep_attention,
         chunked_loss=variant.loss == "chunked",
-        joined_products=variant.products == "joined",
         float8_recipe=variant.float8_recipe,
     )
     if variant.compile != "off":

@@ -161,8 +161,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 def _in_fp32(variant: of.Settings) -> of.Settings:
     wrapper = variant.wrapper.without("param_dtype", "compute_dtype", "reduce_dtype")
-    products = "separate" if variant.float8_recipe is not None else variant.products
-    return dataclasses.replace(variant, wrapper=wrapper, precision="fp32", products=products)
+    return dataclasses.replace(variant, wrapper=wrapper, precision="fp32", products="plain")
 
 
 def _copies(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -42,7 +42,7 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 Compile: TypeAlias = Literal["off", "blocks", "model"]
 Loss: TypeAlias = Literal["logits", "chunked"]
 Elementwise: TypeAlias = Literal["torch"]
-Products: TypeAlias = Literal["separate", "joined", "float8", "float8-rows"]
+Products: TypeAlias = Literal["plain", "float8", "float8-rows"]
 Table: TypeAlias = dict[str, Any]
 
 NO_WRAPPER = Call("none")
@@ -67,8 +67,8 @@ class Settings:
         loss: "logits" makes all logits first; "chunked" never has all of them in memory at once.
         elementwise: "torch"; published rows also have "liger", which is not measured any more.
         cuda_graph: the whole step is recorded once, and replayed by one launch.
-        products: "joined" makes one of query, key and value; "float8" and "float8-rows" multiply
-            in float8 with one scale a tensor or a row, by torchao.
+        products: "float8" and "float8-rows" multiply in float8, by torchao, with one scale a
+            tensor or a row.
 
     Attention, ``checkpoint_blocks``, ``keep_attention``, ``loss`` and ``products`` are those of the
     language model; another model has its own.
@@ -84,7 +84,7 @@ class Settings:
     loss: Loss = "logits"
     elementwise: Elementwise = "torch"
     cuda_graph: bool = False
-    products: Products = "separate"
+    products: Products = "plain"
 
     def __post_init__(self) -> None:
         wrapper, optimizer = self.wrapper, self.optimizer
@@ -209,7 +209,7 @@ class Settings:
     def table(self) -> Table:
         """As a table without defaults: what a case's configuration and a row keep."""
         table = {name: getattr(self, name) for name in SHARED}
-        if self.products == "separate":  # as in rows from before there was a choice
+        if self.products == "plain":  # as in rows from before there was a choice
             del table["products"]
         return {"wrapper": self.wrapper.table(), "optimizer": self.optimizer.table(), **table}
 
