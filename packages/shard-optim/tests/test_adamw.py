@@ -446,9 +446,11 @@ def check_masters(rank, world_size):
 SETTINGS = {
     "stage 1": (1, {}),
     "stage 1, whole": (1, {"partition": "whole"}),
+    "stage 1, offloaded": (1, {"offload_state": True}),
     "stage 2": (2, {}),
     "stage 3": (3, {}),
     "stage 3, in backward": (3, {"early": True}),
+    "stage 3, offloaded": (3, {"offload_state": True}),
 }
 CHECKS = [
     *((name, check_same, how) for name, how in SETTINGS.items()),
@@ -482,7 +484,7 @@ def check_saved(rank, world_size, folder):
 
 
 def check_loaded(rank, world_size, folder):
-    """What another stage has saved, on another number of ranks."""
+    """What another stage has saved, on another number of ranks, a power of two: averages are exact."""
     expected = made(0)
     take_steps(*expected, range(4))
     for name, (stage, settings) in zip(SETTINGS, reversed(SETTINGS.values()), strict=True):
@@ -494,4 +496,4 @@ def check_loaded(rank, world_size, folder):
 
 def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     run_ranks(check_saved, 2, str(tmp_path))
-    run_ranks(check_loaded, 3, str(tmp_path))
+    run_ranks(check_loaded, 4, str(tmp_path))
