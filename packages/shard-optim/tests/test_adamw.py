@@ -484,7 +484,7 @@ def check_saved(rank, world_size, folder):
 
 
 def check_loaded(rank, world_size, folder):
-    """What another stage has saved, on another number of ranks, a power of two: averages are exact."""
+    """What another stage has saved, on 4 ranks, whose averages of equal gradients are exact."""
     expected = made(0)
     take_steps(*expected, range(4))
     for name, (stage, settings) in zip(SETTINGS, reversed(SETTINGS.values()), strict=True):
