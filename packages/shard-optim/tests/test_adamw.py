@@ -452,6 +452,7 @@ SETTINGS = {
     "stage 3, in backward": (3, {"early": True}),
     "stage 3, offloaded": (3, {"offload_state": True}),
 }
+SAVED = ("stage 1, whole", "stage 1, offloaded", "stage 2", "stage 3, in backward")
 CHECKS = [
     *((name, check_same, how) for name, how in SETTINGS.items()),
     ("masters", check_masters, ()),
@@ -467,7 +468,8 @@ def check_saved(rank, world_size, folder):
     """Also resumed from whole state, and from each rank's own part."""
     expected = made(0)
     take_steps(*expected, range(4))
-    for name, (stage, settings) in SETTINGS.items():
+    for name in SAVED:
+        stage, settings = SETTINGS[name]
         pair = made(stage, **settings)
         take_steps(*pair, range(2))
         save(f"{folder}/{name}", *pair)
@@ -487,7 +489,8 @@ def check_loaded(rank, world_size, folder):
     """What another stage has saved, on 4 ranks, whose averages of equal gradients are exact."""
     expected = made(0)
     take_steps(*expected, range(4))
-    for name, (stage, settings) in zip(SETTINGS, reversed(SETTINGS.values()), strict=True):
+    for name, other_name in zip(SAVED, reversed(SAVED), strict=True):
+        stage, settings = SETTINGS[other_name]
         other = made(stage, seed=1, **settings)
         load(f"{folder}/{name}", *other)
         take_steps(*other, range(2, 4))

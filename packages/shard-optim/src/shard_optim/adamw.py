@@ -79,7 +79,7 @@ class AdamW(Optimizer):
                 for key in own.keys() & {"exp_avg", "exp_avg_sq"}:
                     own[key] = own[key].to(dtype)
                 if "step" in own:
-                    own["step"] = own["step"].to(param.device, torch.float32)
+                    own["step"] = own["step"].to(param.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
