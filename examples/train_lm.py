@@ -278,6 +278,8 @@ class Inputs:
             "precision",
         ):
             self.identity[name] = getattr(settings, name)
+        if settings.moments != "fp32":
+            self.identity["precision"] += f" with {settings.moments} moments"
         if PRODUCTS[settings.products]:
             check_float8(settings, device)
             self.identity["precision"] += f" with {settings.products} products"
@@ -391,7 +393,8 @@ class Trainer:
         self.step = state["step"]
         optimizer = {} if checkpoint is None else checkpoint.optimizer
         for group in optimizer.get("param_groups", []):  # as this run computes, not the saved one
-            group["fused"] = self.settings.fused or None
+            if "fused" in group:
+                group["fused"] = self.settings.fused or None
         self.parallel.load(optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.inputs.training.load_state_dict(state["data"])
@@ -475,7 +478,8 @@ class Trainer:
         if settings.cuda_graph and self.updates == UPDATES_BEFORE_RECORDING:
             for group in self.optimizer.param_groups:  # read on the device from now on
                 group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
-                group["capturable"] = True
+                if "capturable" in group:
+                    group["capturable"] = True
             after_replay = getattr(self.parallel, "after_replay", None)
             self.captured = CapturedStep(self.update_with, *tensors, after_replay=after_replay)
         make = self.update_with if self.captured is None else self.captured

@@ -12,7 +12,7 @@ from train_settings import Settings, recomputation, uses_gpus
 
 from basics_model import ModelConfig, TransformerLM
 from basics_model.sizes import model_flops
-from shard_optim.accounting import Stage, fully_sharded_buffers, rank_memory
+from shard_optim.accounting import DtypePolicy, Stage, fully_sharded_buffers, rank_memory
 
 GIB = 2**30
 #: Of a GPU, for its driver's context, the communicator, and what the allocator cannot use.
@@ -135,7 +135,11 @@ def predict(settings: Settings, config: ModelConfig, world_size: int) -> Predict
         if large or settings.wrapper == "peer-copy":  # large buckets may need none
             in_flight += SHARED_MEMORY
     memory = rank_memory(
-        config.num_parameters, world_size=world_size, stage=stage, in_flight=in_flight
+        config.num_parameters,
+        world_size=world_size,
+        stage=stage,
+        policy=DtypePolicy(state=4 if settings.moments == "bf16" else 8),
+        in_flight=in_flight,
     )
     checkpoint_blocks, keep_attention = recomputation(settings.recompute)
     activations = activation_memory(

@@ -17,6 +17,7 @@ from basics_model import TransformerLM
 from ddp_lite import BucketedDDP, DataParallelBase, FlatDDP, NaiveDDP, OverlapDDP
 from ddp_lite.peer import PeerCopies, PeerCopyAverage, PeerMemory, choose_communication
 from shard_optim import (
+    AdamW,
     FullyShardedDataParallel,
     ShardedOptimizer,
     full_state,
@@ -68,11 +69,11 @@ def make_parallelism(settings: Settings, model: TransformerLM) -> Parallelism:
 
 def _update_rule(settings: Settings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The optimizer's class and its arguments."""
-    return torch.optim.AdamW, {
-        "lr": settings.learning_rate,
-        "weight_decay": settings.weight_decay,
-        "fused": settings.fused or None,  # None: the fastest form that the device has
-    }
+    arguments = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    if settings.moments == "bf16":
+        return AdamW, arguments
+    # None: the fastest form that the device has
+    return torch.optim.AdamW, arguments | {"fused": settings.fused or None}
 
 
 def _on_cpu(value: Any) -> Any:

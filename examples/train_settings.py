@@ -39,6 +39,8 @@ ATTENTIONS: Mapping[str, Attention] = {
 PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: torchao's recipes for products of blocks that are computed in float8.
 PRODUCTS = {"plain": None, "float8": "tensorwise", "float8-rows": "rowwise"}
+#: Dtypes in which AdamW's two moments are kept; the second is that of shard_optim's AdamW.
+MOMENTS = dict.fromkeys(("fp32", "bf16"))
 DEFAULT_CONFIG = ModelConfig(d_model=128, d_ff=384, num_layers=2, num_heads=4)
 
 
@@ -239,6 +241,14 @@ class Settings:
         option("Compile the Transformer blocks; the first update then takes longer.", "Training"),
     ] = False
     fused: Annotated[bool, option("torch's AdamW as one fused kernel.", "Training")] = False
+    moments: Annotated[
+        str,
+        option(
+            "How AdamW keeps its moments; bf16 is shard_optim's, always fused, of half the state.",
+            "Training",
+            metavar="|".join(MOMENTS),
+        ),
+    ] = "fp32"
     cuda_graph: Annotated[
         bool,
         option(
@@ -350,6 +360,7 @@ def with_preset(settings: Settings, given: Collection[str]) -> Settings:
     preset = choose("preset", PRESETS, settings.preset)
     choose("communication", COMMUNICATION, settings.communication)
     choose("products", PRODUCTS, settings.products)
+    choose("moments", MOMENTS, settings.moments)
     gpus = uses_gpus(settings)
     values = preset["cuda" if gpus else "cpu"]
     chosen = replace(settings, **{name: values[name] for name in values if name not in given})

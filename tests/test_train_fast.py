@@ -47,12 +47,13 @@ def losses(output: str) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.nightly
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_two_ranks_continue_exactly_and_with_every_other_division(
-    examples: Examples, text: Path, tmp_path: Path
+    examples: Examples, text: Path, tmp_path: Path, moments: str
 ) -> None:
     """A checkpoint of sharded parameters is continued by itself bit for bit, and by the others."""
     whole = tmp_path / "whole"
-    common = [*SMALL, "--data", str(text)]
+    common = [*SMALL, "--data", str(text), "--moments", moments]
     code, output, errors = examples.run([*common, "--checkpoint-dir", str(whole)], 2)
     assert code == 0, errors
     assert "ZeRO stage 3 on 2 ranks" in output
@@ -171,6 +172,7 @@ def test_gradients_beside_activations_where_a_step_accumulates(memory: ModuleTyp
     assert often.replaced == predict(wrapper="bucketed").replaced == 0
     assert "freed before all gradients are there" in str(once)
     assert "freed" not in str(often)
+    assert predict(wrapper="stage-3", moments="bf16").held == 0.75 * once.held
 
 
 @pytest.mark.parametrize("checkpoint_blocks", [0, 1, 2, 3])

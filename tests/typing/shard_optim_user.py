@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shard_optim import (
+    AdamW,
     CollectiveError,
     FullyShardedDataParallel,
     Partition,
@@ -35,6 +36,8 @@ def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
         weight_decay=0.1,
     )
     ShardedOptimizer([{"params": list(module.parameters()), "lr": 0.1}], torch.optim.SGD)
+    halved = AdamW(module.parameters(), lr=torch.tensor(0.1), moments_dtype=torch.bfloat16)
+    halved.step()
     optimizer.attach(module)
     scaler = ShardedGradScaler("cuda", init_scale=2.0**10, growth_interval=100, enabled=True)
     print(scaler.is_enabled())

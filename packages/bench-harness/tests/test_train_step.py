@@ -266,6 +266,10 @@ def case(tmp_path_factory):
                     "optimizer": {"name": "adamw", "update_in_backward": True},
                 },
                 {
+                    "wrapper": "fully-sharded",
+                    "optimizer": {"name": "shard_optim:AdamW", "update_in_backward": True},
+                },
+                {
                     "wrapper": "flat",
                     "checkpoint_blocks": 1,
                     "keep_attention": True,
@@ -324,10 +328,10 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     # Two blocks, embedding and head, in forward at least.
     assert counts["FullyShardedDataParallel"] >= 4
     assert counts["FSDP2, compile=blocks"] >= 4
-    assert len(counts) == 4, "nothing else gathers parameters"
+    assert len(counts) == 5, "nothing else gathers parameters"
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "sgd", "muon"])
 def test_an_optimizer_updates_everything_and_its_state_is_predicted(name: str) -> None:
     device = torch.device("cpu")
     variant = of.read({"optimizer": name}, {})

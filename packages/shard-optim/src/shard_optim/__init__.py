@@ -1,5 +1,6 @@
 """Optimizer state, gradients and parameters sharded over the data-parallel ranks."""
 
+from shard_optim.adamw import AdamW
 from shard_optim.bucket_plan import Partition
 from shard_optim.communication import CollectiveError
 from shard_optim.fully_sharded import FullyShardedDataParallel
@@ -10,6 +11,7 @@ from shard_optim.state import full_state, load, load_full_state, save
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "CollectiveError",
     "FullyShardedDataParallel",
     "Partition",

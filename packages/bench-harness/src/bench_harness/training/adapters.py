@@ -280,13 +280,15 @@ def state_bytes(optimizer: Call, module: nn.Module, matrices: set[str]) -> int:
 
     An imported one is taken to keep two moments, as AdamW does.
     """
+    halved = optimizer.name == "adamw-bf16" and optimizer.get("moments_dtype") != "fp32"
 
     def moments(name: str) -> int:
         if optimizer.name == "sgd":
             return 1 if optimizer.get("momentum") else 0
         return 1 if optimizer.name == "muon" and name in matrices else 2
 
-    return sum(4 * moments(name) * p.numel() for name, p in module.named_parameters())
+    size = 2 if halved else 4
+    return sum(size * moments(name) * p.numel() for name, p in module.named_parameters())
 
 
 def make_optimizer(optimizer: Call, over: Parameters) -> Any:
@@ -310,18 +312,37 @@ def plain(
 
     Args:
         fused: one kernel for all parameters; None means on CUDA only.
-        offload_state: the state rests in host memory, by :class:`shard_optim.ShardedOptimizer`.
-        update_in_backward: of a ``fully-sharded`` model, each unit as its gradients are averaged.
+        offload_state, update_in_backward: as of :func:`one_form`.
     """
     arguments |= over.settings(lr, fused)
     if over.capturable:
         arguments["capturable"] = True
+    how = {"offload_state": offload_state, "update_in_backward": update_in_backward}
+    return one_form(cls, over, **how, **arguments)
+
+
+def one_form(
+    cls: Any,
+    over: Parameters,
+    *,
+    lr: float = 1e-4,
+    offload_state: bool = False,
+    update_in_backward: bool = False,
+    **arguments: Any,
+) -> Any:
+    """An optimizer without flags that choose an implementation, as :class:`shard_optim.AdamW`.
+
+    Args:
+        offload_state: the state rests in host memory, by :class:`shard_optim.ShardedOptimizer`.
+        update_in_backward: of a ``fully-sharded`` model, each unit as its gradients are averaged.
+    """
     if offload_state:
         from shard_optim import ShardedOptimizer
 
-        arguments["offload_state"] = True
-        return ShardedOptimizer(over.module.parameters(), cls, **arguments)
-    optimizer = cls(over.module.parameters(), **arguments)
+        return ShardedOptimizer(
+            over.module.parameters(), cls, lr=lr, offload_state=True, **arguments
+        )
+    optimizer = cls(over.module.parameters(), lr=lr, **arguments)
     if update_in_backward:
         cast(Any, over.module).update_in_backward(optimizer)
     return optimizer

@@ -6,7 +6,8 @@ what lies there, which takes the host longer than the rest of a launch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import triton
@@ -29,9 +30,9 @@ _BLOCK, _NUM_WARPS = 4096, 8  # elements that one program averages, and the warp
 _DIVISOR, _MOST_TENSORS = 16, 16
 
 
-def shares_launch(own: int, target: int, start: int, numel: int) -> bool:
-    """Whether these values are averaged in one launch with others; see ``average``."""
-    return (own | target | start | numel) % _DIVISOR == 0
+def shares_launch(*entry: int) -> bool:
+    """Whether a tensor with these numbers is worked on in one launch with others."""
+    return math.gcd(_DIVISOR, *entry) == _DIVISOR
 
 
 def average(
@@ -57,11 +58,8 @@ def average(
             None if they do not. It may be one of their values, because every element is read before
             it is written.
     """
-    launches = [([entry], False) for entry in entries if not shares_launch(*entry)]
-    together = [entry for entry in entries if shares_launch(*entry)]
-    launches += [(group, True) for group in _groups(together)]
-    for group, aligned in launches:
-        average_kernel[(_blocks(group),)](
+    for group, aligned in launches(entries):
+        average_kernel[(blocks(group, _BLOCK),)](
             *zip(*group, strict=True),
             slot.data_ptr(),
             slot.stride(0),
@@ -77,16 +75,28 @@ def average(
         )
 
 
-def _groups(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """What each launch works on, with entries of no elements (the last number) up to 2^n."""
-    for i in range(0, len(entries), _MOST_TENSORS):
-        group = list(entries[i : i + _MOST_TENSORS])
+def launches(entries: Iterable[tuple[int, ...]]) -> Iterator[tuple[list[tuple[int, ...]], bool]]:
+    """What each launch works on, and whether all of it is divisible by 16.
+
+    Args:
+        entries: numbers of each tensor, the last of which is how many elements it has. Entries of
+            no elements are added, up to 2^n.
+    """
+    together: list[tuple[int, ...]] = []
+    for entry in entries:
+        if shares_launch(*entry):
+            together.append(entry)
+        else:
+            yield [entry], False
+    for i in range(0, len(together), _MOST_TENSORS):
+        group = together[i : i + _MOST_TENSORS]
         missing = (1 << (len(group) - 1).bit_length()) - len(group)
-        yield group + [(*group[0][:3], 0)] * missing  # of the types that Triton compiles for
+        yield group + [(*group[0][:-1], 0)] * missing, True  # of the types compiled for
 
 
-def _blocks(group: Sequence[Entry]) -> int:
-    return sum(-(-numel // _BLOCK) for *_, numel in group)  # triton.cdiv is slow on the host
+def blocks(group: Iterable[tuple[int, ...]], size: int) -> int:
+    """Number of programs, each of which works on ``size`` elements of one tensor."""
+    return sum(-(-numel // size) for *_, numel in group)  # triton.cdiv is slow on the host
 
 
 @triton.jit
@@ -119,20 +129,20 @@ def average_kernel(  # type: ignore[no-untyped-def]
     offset = (index - first_of_own).to(tl.int64) * block + tl.arange(0, block)
     inside = offset < numel
     # Those of other ranks begin here.
-    landed = _pointer(rows, dtype, aligned) + start + offset
+    landed = pointer(rows, dtype, aligned) + start + offset
     length = row_length.to(tl.int64)
     exact: tl.constexpr = tl.float64 if given == tl.float64 else tl.float32
-    total = tl.load(_pointer(address, given, aligned) + offset, inside).to(exact)
+    total = tl.load(pointer(address, given, aligned) + offset, inside).to(exact)
     for row in tl.static_range(world_size - 1):
         total += tl.load(landed + row * length, inside).to(exact)
     mean = total * (1.0 / world_size)
     if result is not None:
         tl.store(landed + result * length, mean, inside)
-    tl.store(_pointer(target, into, aligned) + offset, mean, inside)
+    tl.store(pointer(target, into, aligned) + offset, mean, inside)
 
 
 @triton.jit
-def _pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
+def pointer(address, dtype: tl.constexpr, aligned: tl.constexpr):  # type: ignore[no-untyped-def]
     """Without the hint Triton loads and stores single elements, whatever the address is."""
-    pointer = address.to(tl.pointer_type(dtype))
-    return tl.multiple_of(pointer, 16) if aligned else pointer
+    typed = address.to(tl.pointer_type(dtype))
+    return tl.multiple_of(typed, 16) if aligned else typed
