@@ -457,8 +457,9 @@ class Trainer:
             "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops,
             "learning_rate": self.schedule.get_last_lr()[0],
-            "gradient_norm": float(self.gradient_norm),
         }
+        if self.settings.max_norm:
+            values["gradient_norm"] = float(self.gradient_norm)
         peak = self.settings.peak_tflops or known_peak_tflops(self.device, self.inputs.dtype)
         if peak:
             values["mfu"] = tflops / peak
@@ -492,7 +493,8 @@ class Trainer:
         """One update from inputs and targets in turn, each (batch, context).
 
         Returns:
-            This rank's loss and the norm of the gradients, scalars on its device.
+            This rank's loss and, if they are clipped, the norm of the gradients, scalars on its
+            device.
         """
         total = torch.zeros((), device=self.device)
         for turn in range(self.settings.accumulate):
@@ -503,7 +505,8 @@ class Trainer:
                 loss.backward()
             total += loss.detach()
         self.parallel.finish()
-        norm = self.parallel.clip(self.settings.max_norm)
+        clipped = self.settings.max_norm > 0
+        norm = self.parallel.clip(self.settings.max_norm) if clipped else torch.zeros_like(total)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm

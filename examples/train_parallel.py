@@ -209,6 +209,8 @@ class ShardedParameters:
         )
         update, arguments = _update_rule(settings)
         self.optimizer: torch.optim.Optimizer = update(self.module.parameters(), **arguments)
+        if settings.max_norm == 0 and settings.accumulate == 1:
+            self.module.update_in_backward(self.optimizer)
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Every backward pass adds to the shards: whole gradients would not fit."""

@@ -48,12 +48,15 @@ class Report:
         Args:
             step: updates so far.
             values: as :class:`train_metrics.MetricsLogger` takes them: the loss, tokens per second,
-                the learning rate, the norm of the gradients, and MFU if the peak is known.
+                the learning rate, the norm of the gradients if they are clipped, and MFU if the
+                peak is known.
         """
         summary = (
             f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
-            f"lr {values['learning_rate']:.1e}  grad {values['gradient_norm']:.2f}"
+            f"lr {values['learning_rate']:.1e}"
         )
+        if "gradient_norm" in values:
+            summary += f"  grad {values['gradient_norm']:.2f}"
         if "mfu" in values:
             summary += f"  MFU {100 * values['mfu']:.0f} %"
         self.bar.update(self.task, completed=step, summary=summary)

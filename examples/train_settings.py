@@ -222,7 +222,13 @@ class Settings:
     ] = 0.05
     weight_decay: Annotated[float, option("Decoupled decay.", "Training", min=0.0)] = 0.1
     max_norm: Annotated[
-        float, option("Gradients are clipped to this norm.", "Training", min=1e-6)
+        float,
+        option(
+            "Gradients are clipped to this norm; 0 leaves them as they are, and without "
+            "--accumulate stage 3 then updates each block within backward.",
+            "Training",
+            min=0.0,
+        ),
     ] = 1.0
     precision: Annotated[
         str, option("bf16 computes under autocast.", "Training", metavar="|".join(PRECISIONS))

@@ -331,7 +331,7 @@ def test_profiled_steps_say_which_gathers_were_late(case) -> None:
     assert len(counts) == 5, "nothing else gathers parameters"
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw-bf16", "sgd", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "shard-optim-adamw", "sgd", "muon"])
 def test_an_optimizer_updates_everything_and_its_state_is_predicted(name: str) -> None:
     device = torch.device("cpu")
     variant = of.read({"optimizer": name}, {})

@@ -95,9 +95,8 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 
     m = m * (1 - weight1) + g * weight1
     v = v * (1 - weight2) + g * g * weight2
-    exact = step.to(tl.float64)  # in fp32, 1 - beta^step would lose its digits where it is small
-    size = rate / (1 - tl.exp(exact * log_beta1)).to(tl.float32)
-    scale = 1 / tl.sqrt((1 - tl.exp(exact * log_beta2)).to(tl.float32))
+    size = rate / _correction(step * log_beta1)
+    scale = 1 / tl.sqrt(_correction(step * log_beta2))
     tl.store(p_at, p - (rate * weight_decay * p + size * m / (tl.sqrt(v) * scale + eps)), inside)
     if moments == tl.bfloat16:  # as ``random_bits`` and ``rounded`` of adamw.py
         bits = g.to(tl.uint32, bitcast=True) ^ (step.to(tl.uint32) * 0x61C88647)
@@ -107,6 +106,13 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
         m, v = _rounded(m, bits & 0xFFFF), _rounded(v, bits >> 16)
     tl.store(m_at, m, inside)
     tl.store(v_at, v, inside)
+
+
+@triton.jit
+def _correction(exponent):  # type: ignore[no-untyped-def]
+    """1 - exp(exponent), by its series where the difference would lose its digits."""
+    series = 1 + exponent / 2 * (1 + exponent / 3 * (1 + exponent / 4 * (1 + exponent / 5)))
+    return tl.where(exponent > -0.1, -exponent * series, 1 - tl.exp(exponent))
 
 
 @triton.jit

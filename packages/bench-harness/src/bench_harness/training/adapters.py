@@ -280,7 +280,7 @@ def state_bytes(optimizer: Call, module: nn.Module, matrices: set[str]) -> int:
 
     An imported one is taken to keep two moments, as AdamW does.
     """
-    halved = optimizer.name == "adamw-bf16" and optimizer.get("moments_dtype") != "fp32"
+    halved = optimizer.name == "shard-optim-adamw" and optimizer.get("moments_dtype") != "fp32"
 
     def moments(name: str) -> int:
         if optimizer.name == "sgd":

@@ -95,11 +95,11 @@ class Settings:
                 f"{wrapper.label()}. Leave the wrapper out."
             )
         recordable = wrapper.name in ("none", "torch-ddp", "fully-sharded")
-        recordable &= optimizer.name in ("adamw", "adamw-bf16") and not self.offloads
+        recordable &= optimizer.name in ("adamw", "shard-optim-adamw") and not self.offloads
         if self.cuda_graph and not recordable:
             raise ValueError(
                 "cuda_graph must be off unless the whole step runs on the device: wrapper 'none', "
-                "'torch-ddp' or 'fully-sharded', optimizer 'adamw' or 'adamw-bf16', no "
+                "'torch-ddp' or 'fully-sharded', optimizer 'adamw' or 'shard-optim-adamw', no "
                 f"offload_state; but got {self.label()}. Remove it."
             )
         if self.float8_recipe is not None and self.precision != "bf16":
