@@ -22,110 +22,21 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from basics_model import CapturedStep, ModelConfig, TransformerLM, model_config
 from ddp_lite.peer import PeerCopies, PeerMemory
 from flashattn_triton import flash_attention
-from shard_optim import FullyShardedDataParallel
-from shard_optim.fully_sharded import unit as units
+from shard_optim import AdamW, FullyShardedDataParallel
 
 DEVICE = "cuda"
 BANDWIDTH = 3.0e12  # bytes per second, of a copy on an H100
 LOSSES, WARMUP = 6, 6  # steps whose losses are compared, all before the recording
-
-# --- AdamW as soon as a unit's gradients are averaged -------------------------------------------
-
-
-@triton.jit
-def _adamw_kernel(  # type: ignore[no-untyped-def]
-    param, grad, first, second, steps, n, lr, decay,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    step = tl.load(steps)
-    correction1 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA1, tl.float32)))
-    correction2 = 1 - tl.exp2(step * tl.log2(tl.full((), BETA2, tl.float32)))
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    g = tl.load(grad + at, inside).to(tl.float32)
-    m = tl.load(first + at, inside).to(tl.float32)
-    v = tl.load(second + at, inside).to(tl.float32)
-    p = tl.load(param + at, inside)
-    p -= lr * decay * p
-    m += (1 - BETA1) * (g - m)
-    v = BETA2 * v + (1 - BETA2) * g * g
-    p -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + EPS)
-    tl.store(first + at, m, inside)
-    tl.store(second + at, v, inside)
-    tl.store(param + at, p, inside)
-
-
-class UnitAdamW:
-    """Updates each unit's shards when its gradients have arrived.
-
-    Args:
-        module: whose units are updated.
-        lr, weight_decay: of AdamW, whose other settings are torch's.
-        overlapped: the update runs on a stream of its own, beside the rest of backward.
-        moments: their dtype.
-    """
-
-    def __init__(
-        self,
-        module: FullyShardedDataParallel,
-        *,
-        lr: float,
-        weight_decay: float,
-        overlapped: bool,
-        moments: torch.dtype = torch.float32,
-    ) -> None:
-        self.lr, self.weight_decay = lr, weight_decay
-        self.moments = {
-            unit: tuple(torch.zeros_like(unit.shard, dtype=moments) for _ in range(2))
-            for unit in module.units
-        }
-        self.steps = torch.zeros((), device=DEVICE)
-        self.stream = torch.cuda.Stream() if overlapped else torch.cuda.current_stream()
-        self.kept: list[Tensor] = []  # read by the other stream
-
-    def begin(self) -> None:
-        """Before backward."""
-        self.steps += 1
-
-    def end(self) -> None:
-        """After backward."""
-        torch.cuda.current_stream().wait_stream(self.stream)
-        self.kept.clear()
-
-    @torch.no_grad()
-    def update(self, reduction: Any) -> None:
-        """In place of :meth:`UnitReduction.finish`."""
-        unit, plan = reduction.unit, reduction.plan
-        unit.ranks.call(unit.reduce_words, reduction.work.wait)
-        reduction.inputs.clear()
-        self.kept.append(reduction.output)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        averages = plan.parts(reduction.output, plan.chunks)
-        first, second = self.moments[unit]
-        with torch.cuda.stream(self.stream):
-            for cut, grad in zip(unit.cuts, averages, strict=True):
-                part = slice(cut.shard_offset, cut.shard_offset + cut.chunk)
-                grid = (triton.cdiv(cut.chunk, 2048),)
-                _adamw_kernel[grid](
-                    unit.shard[part], grad, first[part], second[part], self.steps, cut.chunk,
-                    self.lr, self.weight_decay, 0.9, 0.999, 1e-8, 2048, num_warps=8,
-                )  # fmt: skip
-
 
 # --- variants -----------------------------------------------------------------------------------
 
@@ -136,28 +47,29 @@ class Variant:
 
     Attributes:
         inductor: options of the compiler.
-        adamw: torch's fused one, "after" backward or "in-backward" by ``update_in_backward``; or
-            :class:`UnitAdamW` "at-once" or "overlapped".
-        moments: dtype of the moments of :class:`UnitAdamW`.
+        moments: None for torch's fused AdamW, else the dtype of those of ``shard_optim.AdamW``.
+        in_backward: whether units are updated within backward, beside it.
         priority: of the stream of the computation; a lower number goes first.
         float8: the name of one of torchao's recipes for the products of blocks.
     """
 
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
-    adamw: str = "in-backward"
-    moments: torch.dtype = torch.float32
-    float8: str | None = None
+    moments: torch.dtype | None = None
+    in_backward: bool = True
     priority: int = 0
+    float8: str | None = None
 
 
 VARIANTS = {
     "today": Variant(),
+    "after": Variant(in_backward=False),
     "first": Variant(priority=-1),
-    "own-adamw": Variant(adamw="overlapped"),
-    "moments": Variant(adamw="overlapped", moments=torch.bfloat16),
-    "moments-first": Variant(adamw="overlapped", moments=torch.bfloat16, priority=-1),
-    "float8": Variant(float8="tensorwise", adamw="overlapped"),
-    "float8-rows": Variant(float8="rowwise", adamw="overlapped"),
+    "early-launch": Variant(inductor={"triton.enable_pdl": True}),
+    "own-adamw": Variant(moments=torch.float32),
+    "moments": Variant(moments=torch.bfloat16),
+    "moments-after": Variant(moments=torch.bfloat16, in_backward=False),
+    "float8": Variant(float8="tensorwise"),
+    "float8-rows": Variant(float8="rowwise"),
 }
 
 
@@ -199,19 +111,14 @@ class Step:
             reshard_after_forward=False,
             communication=PeerCopies(memory),
         )
-        adam = {"lr": 1e-4, "weight_decay": 1e-2}
-        self.unit_adamw: UnitAdamW | None = None
-        updated = list(self.module.parameters())
-        if variant.adamw in ("at-once", "overlapped"):
-            self.unit_adamw = UnitAdamW(
-                self.module,
-                overlapped=variant.adamw != "at-once",
-                moments=variant.moments,
-                **adam,
-            )
-            updated = list(self.module.replicated.params)
-        self.optimizer = torch.optim.AdamW(updated, fused=True, capturable=True, **adam)
-        if variant.adamw == "in-backward":
+        adam: dict[str, Any] = {"lr": 1e-4, "weight_decay": 1e-2}
+        params = self.module.parameters()
+        self.optimizer: torch.optim.Optimizer
+        if variant.moments is None:
+            self.optimizer = torch.optim.AdamW(params, fused=True, capturable=True, **adam)
+        else:
+            self.optimizer = AdamW(params, moments_dtype=variant.moments, **adam)
+        if variant.in_backward:
             self.module.update_in_backward(self.optimizer)
         draw = torch.Generator(DEVICE).manual_seed(dist.get_rank())
         shape = (options.batch, options.sequence + 1)
@@ -229,11 +136,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE, torch.bfloat16):
             loss = self.module(self.tokens, self.targets)
-        if self.unit_adamw is not None:
-            self.unit_adamw.begin()
         loss.backward()
-        if self.unit_adamw is not None:
-            self.unit_adamw.end()
         self.optimizer.step()
         return loss.detach().clone()
 
@@ -243,36 +146,12 @@ def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return flash_attention(query, key, value, causal=True, layout="bhsd")
 
 
-@contextmanager
-def patched() -> Iterator[list[UnitAdamW]]:
-    """What is yielded takes the variant's :class:`UnitAdamW`, if it has one."""
-    holder: list[UnitAdamW] = []
-    finish = units.UnitReduction.finish
-
-    def finish_or_update(reduction: Any) -> None:
-        if holder:
-            holder[0].update(reduction)
-        else:
-            finish(reduction)
-
-    with mock.patch.object(units.UnitReduction, "finish", finish_or_update):
-        made = UnitAdamW.__init__
-
-        def remember(self: UnitAdamW, *args: Any, **kwargs: Any) -> None:
-            made(self, *args, **kwargs)
-            holder.append(self)
-
-        with mock.patch.object(UnitAdamW, "__init__", remember):
-            yield holder
-
-
 def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[str, Any]:
     """One round of a variant: losses, blocks of steps in ms, peak memory, and a kernel table."""
     torch._dynamo.reset()
     begin = time.perf_counter()
     with (
         torch.cuda.stream(torch.cuda.Stream(priority=VARIANTS[name].priority)),
-        patched() as holder,
         torch._dynamo.config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True),
     ):
         step = Step(VARIANTS[name], options)
@@ -295,7 +174,6 @@ def measure(name: str, options: argparse.Namespace, *, profiled: bool) -> dict[s
             "last_loss": step._mean(step.recorded().clone()),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
-        holder.clear()
         del step
     gc.collect()
     torch.cuda.empty_cache()
