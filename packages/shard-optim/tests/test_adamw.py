@@ -1,6 +1,7 @@
 """AdamW with moments in bfloat16: its arithmetic, its rounding, and its state in shards."""
 
 import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -313,6 +314,14 @@ def test_parameters_in_16_bits_and_sparse_gradients_are_named():
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"dense gradients, but got .* torch\.sparse_coo"):
         AdamW(embedding.parameters()).step()
+
+
+def test_no_parameter_of_the_kernel_has_a_name_of_the_launcher():
+    """Triton's generated launchers have local variables, which would take an argument's place."""
+    kernel = pytest.importorskip("shard_optim.adamw_kernel", reason="needs Triton").adamw_kernel
+    assert not {"params", "specialization", "options"} & set(
+        inspect.signature(kernel.fn).parameters
+    )
 
 
 COMPILE = """

@@ -51,7 +51,7 @@ def update(
 
 @triton.jit(do_not_specialize=["lr"])
 def adamw_kernel(  # type: ignore[no-untyped-def]
-    params,
+    parameters,
     grads,
     exp_avgs,
     exp_avg_sqs,
@@ -73,12 +73,12 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     """See ``update``; a weight is 1 - beta, ``aligned`` is whether all is divisible by 16."""
     # Which tensor this program works on, and which of its blocks.
     index = tl.program_id(0)
-    param, grad, exp_avg, exp_avg_sq = params[0], grads[0], exp_avgs[0], exp_avg_sqs[0]
+    param, grad, exp_avg, exp_avg_sq = parameters[0], grads[0], exp_avgs[0], exp_avg_sqs[0]
     counter, numel, first_of_own = steps[0], numels[0], 0
     first = tl.cdiv(numels[0], block)
-    for i in tl.static_range(1, len(params)):
+    for i in tl.static_range(1, len(parameters)):
         if index >= first:
-            param, grad, exp_avg, exp_avg_sq = params[i], grads[i], exp_avgs[i], exp_avg_sqs[i]
+            param, grad, exp_avg, exp_avg_sq = parameters[i], grads[i], exp_avgs[i], exp_avg_sqs[i]
             counter, numel, first_of_own = steps[i], numels[i], first
         first += tl.cdiv(numels[i], block)
     offset = (index - first_of_own).to(tl.int64) * block + tl.arange(0, block)
