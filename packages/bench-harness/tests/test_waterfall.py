@@ -36,6 +36,7 @@ def test_every_nanosecond_of_a_gpu_step_counts_once() -> None:
         kernel("hopper_forward_kernel", 23 * ms, 25 * ms),
         kernel("vectorized_elementwise_kernel", 30 * ms, 31 * ms, 1),  # launched in the loss
         kernel("multi_tensor_apply_kernel", 40 * ms, 44 * ms, 2),  # launched by the optimizer
+        kernel("adamw_kernel", 44 * ms, 45 * ms),  # of a recorded step: no host launched it
         kernel("nvjet_tst_64x64", 44 * ms, 45 * ms, 3),  # a product of the optimizer, as in Muon
         kernel("softmax", 50 * ms, 51 * ms, 4),  # launched by another thread during the loss
         kernel("nvjet_outside", 200 * ms, 300 * ms),

@@ -203,7 +203,8 @@ def _own_times(trace: Trace, ranges: _Ranges, window: Interval) -> dict[str, flo
 def _part(name: str, host: Event | None, ranges: _Ranges) -> str:
     """The part that a kernel or operator belongs to; ``host`` is the call that launched it."""
     inside = {part for part, is_within in ranges.items() if is_within(host)}
-    if OPTIMIZER in inside or "FusedAdam" in name:  # one launch replays a whole recorded step
+    # One launch replays a whole recorded step: kernels of torch's and of shard_optim's AdamW.
+    if OPTIMIZER in inside or "FusedAdam" in name or name == "adamw_kernel":
         return OPTIMIZER
     by_name = {"matmul": PRODUCTS, "fused attention": ATTENTION}.get(kind(name))
     if by_name is not None:

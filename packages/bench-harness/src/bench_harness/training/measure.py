@@ -265,7 +265,7 @@ def facts(steps: Training) -> Row:
 
 
 def work(steps: Training, variant: of.Settings) -> Row:
-    """What a step of the language model has to do on one rank: operations, and AdamW's bytes.
+    """What a step of the language model must do on one rank: operations, the optimizer's bytes.
 
     ``model_flops`` is the work that makes progress, without recomputation and masked scores.
     """
@@ -283,7 +283,8 @@ def work(steps: Training, variant: of.Settings) -> Row:
             recomputed=variant.checkpoint_blocks > 0,
             keep_attention=variant.keep_attention,
         )
-        | {"optimizer": step_bytes(steps.numel)["optimizer"] // shards},
+        # It reads and writes parameters and state, and reads gradients.
+        | {"optimizer": (12 * steps.numel + 2 * steps.state_bytes) // shards},
     }
 
 
