@@ -85,6 +85,22 @@ def test_two_ranks_continue_exactly_and_with_every_other_division(
             assert apart <= (0.0 if name == "itself" else 0.01), (name, key)
 
 
+def test_without_clipping_blocks_are_updated_within_backward(
+    examples: Examples, text: Path, tmp_path: Path
+) -> None:
+    """The same updates as of gradients that are too small to be clipped, bit for bit."""
+    ends = []
+    for norm in ("0", "1e9"):
+        folder = tmp_path / norm
+        command = [*SMALL, "--data", str(text), "--max-norm", norm]
+        code, output, errors = examples.run([*command, "--checkpoint-dir", str(folder)])
+        assert code == 0, errors
+        assert ("  grad " in output) == (norm != "0")
+        ends.append(load_checkpoint(checkpoint_path(folder, 8)).model)
+    for key, value in ends[1].items():
+        assert torch.equal(ends[0][key], value), key
+
+
 @pytest.mark.parametrize(
     ("gib", "remedy"),
     [

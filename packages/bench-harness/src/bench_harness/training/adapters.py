@@ -314,9 +314,7 @@ def plain(
         fused: one kernel for all parameters; None means on CUDA only.
         offload_state, update_in_backward: as of :func:`one_form`.
     """
-    arguments |= over.settings(lr, fused)
-    if over.capturable:
-        arguments["capturable"] = True
+    arguments |= over.settings(lr, fused) | ({"capturable": True} if over.capturable else {})
     how = {"offload_state": offload_state, "update_in_backward": update_in_backward}
     return one_form(cls, over, **how, **arguments)
 
