@@ -36,7 +36,7 @@ def train(module: nn.Module, group: dist.ProcessGroup, folder: Path) -> None:
         weight_decay=0.1,
     )
     ShardedOptimizer([{"params": list(module.parameters()), "lr": 0.1}], torch.optim.SGD)
-    halved = AdamW(module.parameters(), lr=torch.tensor(0.1), moments_dtype=torch.bfloat16)
+    halved = AdamW(module.parameters(), lr=torch.tensor(0.1), weight_decay=0.1)
     halved.step()
     optimizer.attach(module)
     scaler = ShardedGradScaler("cuda", init_scale=2.0**10, growth_interval=100, enabled=True)

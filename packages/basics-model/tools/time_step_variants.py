@@ -47,14 +47,14 @@ class Variant:
 
     Attributes:
         inductor: options of the compiler.
-        moments: None for torch's fused AdamW, else the dtype of those of ``shard_optim.AdamW``.
+        own_adamw: ``shard_optim.AdamW``, with moments in bf16, instead of torch's fused one.
         in_backward: whether units are updated within backward, beside it.
         priority: of the stream of the computation; a lower number goes first.
         float8: the name of one of torchao's recipes for the products of blocks.
     """
 
     inductor: dict[str, Any] = dataclasses.field(default_factory=dict)
-    moments: torch.dtype | None = None
+    own_adamw: bool = False
     in_backward: bool = True
     priority: int = 0
     float8: str | None = None
@@ -65,9 +65,8 @@ VARIANTS = {
     "after": Variant(in_backward=False),
     "first": Variant(priority=-1),
     "early-launch": Variant(inductor={"triton.enable_pdl": True}),
-    "own-adamw": Variant(moments=torch.float32),
-    "moments": Variant(moments=torch.bfloat16),
-    "moments-after": Variant(moments=torch.bfloat16, in_backward=False),
+    "moments": Variant(own_adamw=True),
+    "moments-after": Variant(own_adamw=True, in_backward=False),
     "float8": Variant(float8="tensorwise"),
     "float8-rows": Variant(float8="rowwise"),
 }
@@ -114,10 +113,10 @@ class Step:
         adam: dict[str, Any] = {"lr": 1e-4, "weight_decay": 1e-2}
         params = self.module.parameters()
         self.optimizer: torch.optim.Optimizer
-        if variant.moments is None:
-            self.optimizer = torch.optim.AdamW(params, fused=True, capturable=True, **adam)
+        if variant.own_adamw:
+            self.optimizer = AdamW(params, **adam)
         else:
-            self.optimizer = AdamW(params, moments_dtype=variant.moments, **adam)
+            self.optimizer = torch.optim.AdamW(params, fused=True, capturable=True, **adam)
         if variant.in_backward:
             self.module.update_in_backward(self.optimizer)
         draw = torch.Generator(DEVICE).manual_seed(dist.get_rank())

@@ -39,12 +39,13 @@ class AdamW(Optimizer):
         betas: decay of the first and of the second moment per step.
         eps: added to the root of the second moment.
         weight_decay: times ``lr``, the part of itself that a parameter loses in a step.
-        moments_dtype: ``torch.bfloat16`` or ``torch.float32``.
 
     Raises:
         ValueError: for a hyperparameter out of its range.
         TypeError: in ``step()``, for a parameter that is not fp32, or a sparse gradient.
     """
+
+    moments_dtype = torch.bfloat16
 
     def __init__(
         self,
@@ -53,33 +54,23 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        moments_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         for name, value in ("lr", lr), ("eps", eps), ("weight_decay", weight_decay):
             if not value >= 0:
                 raise ValueError(f"{name} must be at least 0, but got {value}. Correct it.")
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas must be from 0 to below 1, but got {betas}. Correct them.")
-        if moments_dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(
-                "moments_dtype must be torch.bfloat16 or torch.float32, but got "
-                f"{moments_dtype!r}. Pass one of them."
-            )
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, settings | {"moments_dtype": moments_dtype})
+        super().__init__(params, settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Ends every load, in which torch has given moments the dtype of their parameters."""
         super().__setstate__(state)
-        for group in self.param_groups:
-            dtype = group.setdefault("moments_dtype", self.defaults["moments_dtype"])
-            for param in group["params"]:
-                own = self.state.get(param, {})
-                for key in own.keys() & {"exp_avg", "exp_avg_sq"}:
-                    own[key] = own[key].to(dtype)
-                if "step" in own:
-                    own["step"] = own["step"].to(param.device, torch.float32, copy=True)
+        for param, own in self.state.items():
+            for key in own.keys() & {"exp_avg", "exp_avg_sq"}:
+                own[key] = own[key].to(self.moments_dtype)
+            if "step" in own:
+                own["step"] = own["step"].to(param.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,7 +82,7 @@ class AdamW(Optimizer):
         updated = []
         for group in self.param_groups:
             held = [param for param in group["params"] if param.grad is not None]
-            updated.append((group, [self._tensors(param, group) for param in held]))
+            updated.append((group, [self._tensors(param) for param in held]))
         if steps := [each[-1] for _, several in updated for each in several]:
             torch._foreach_add_(steps, 1)
         for group, several in updated:
@@ -110,7 +101,7 @@ class AdamW(Optimizer):
                     adamw_kernel.update(together, dtype, group | {"lr": rate})
         return loss
 
-    def _tensors(self, param: Tensor, group: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    def _tensors(self, param: Tensor) -> tuple[Tensor, ...]:
         """The parameter, its gradient in the same memory order, both moments and the step."""
         grad = param.grad
         assert grad is not None
@@ -123,7 +114,7 @@ class AdamW(Optimizer):
         if not (state := self.state[param]):
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for name in "exp_avg", "exp_avg_sq":
-                state[name] = torch.zeros_like(param, dtype=group["moments_dtype"])
+                state[name] = torch.zeros_like(param, dtype=self.moments_dtype)
         grad = grad.detach()
         if grad.stride() != param.stride():
             grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
@@ -151,11 +142,9 @@ def _update(group: Mapping[str, Any], *tensors: Tensor) -> None:
     )
     size, scale = lr / correction1, 1 / correction2.sqrt()
     param.sub_(lr * group["weight_decay"] * param + size * m / (v.sqrt() * scale + group["eps"]))
-    if exp_avg.dtype == torch.bfloat16:
-        bits = random_bits(grad, step)
-        m, v = rounded(m, bits & 0xFFFF), rounded(v, (bits >> 16) & 0xFFFF)
-    exp_avg.copy_(m)
-    exp_avg_sq.copy_(v)
+    bits = random_bits(grad, step)
+    exp_avg.copy_(rounded(m, bits & 0xFFFF))
+    exp_avg_sq.copy_(rounded(v, (bits >> 16) & 0xFFFF))
 
 
 def random_bits(grad: Tensor, step: Tensor) -> Tensor:

@@ -41,7 +41,6 @@ def update(
             *(1.0 - beta for beta in betas),
             in_memory,
             DTYPES[gradients],
-            DTYPES[group["moments_dtype"]],
             aligned,
             _BLOCK,
             num_warps=_NUM_WARPS,
@@ -66,7 +65,6 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     weight2,
     lr_in_memory: tl.constexpr,
     gradients: tl.constexpr,
-    moments: tl.constexpr,
     aligned: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -84,8 +82,8 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     offset = (index - first_of_own).to(tl.int64) * block + tl.arange(0, block)
     inside = offset < numel
     p_at = pointer(param, tl.float32, aligned) + offset
-    m_at = pointer(exp_avg, moments, aligned) + offset
-    v_at = pointer(exp_avg_sq, moments, aligned) + offset
+    m_at = pointer(exp_avg, tl.bfloat16, aligned) + offset
+    v_at = pointer(exp_avg_sq, tl.bfloat16, aligned) + offset
     g = tl.load(pointer(grad, gradients, aligned) + offset, inside).to(tl.float32)
     m = tl.load(m_at, inside).to(tl.float32)
     v = tl.load(v_at, inside).to(tl.float32)
@@ -98,14 +96,13 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     size = rate / _correction(step * log_beta1)
     scale = 1 / tl.sqrt(_correction(step * log_beta2))
     tl.store(p_at, p - (rate * weight_decay * p + size * m / (tl.sqrt(v) * scale + eps)), inside)
-    if moments == tl.bfloat16:  # as ``random_bits`` and ``rounded`` of adamw.py
-        bits = g.to(tl.uint32, bitcast=True) ^ (step.to(tl.uint32) * 0x61C88647)
-        bits *= 0x7FEB352D
-        bits = (bits ^ (bits >> 15)) * 0x27D4EB2F
-        bits ^= bits >> 16
-        m, v = _rounded(m, bits & 0xFFFF), _rounded(v, bits >> 16)
-    tl.store(m_at, m, inside)
-    tl.store(v_at, v, inside)
+    # As ``random_bits`` and ``rounded`` of adamw.py.
+    bits = g.to(tl.uint32, bitcast=True) ^ (step.to(tl.uint32) * 0x61C88647)
+    bits *= 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x27D4EB2F
+    bits ^= bits >> 16
+    tl.store(m_at, _rounded(m, bits & 0xFFFF), inside)
+    tl.store(v_at, _rounded(v, bits >> 16), inside)
 
 
 @triton.jit

@@ -148,11 +148,10 @@ class _Offloaded(Optimizer):
         }
         super().load_state_dict({**state_dict, "state": resident})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        members = [(group, param) for group in self.param_groups for param in group["params"]]
-        for number, (group, param) in zip(numbers, members, strict=True):
+        for number, param in zip(numbers, all_params(self.param_groups), strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
                 if _travels(value):
-                    own = group.get("moments_dtype", param.dtype)  # AdamW of this package
+                    own = getattr(self, "moments_dtype", param.dtype)  # AdamW of this package
                     dtype = own if param.is_floating_point() else value.dtype
                     host = _host_like(value, dtype=dtype, pinned=param.is_cuda)
                     self.state[param][key] = host.copy_(value)

@@ -280,14 +280,13 @@ def state_bytes(optimizer: Call, module: nn.Module, matrices: set[str]) -> int:
 
     An imported one is taken to keep two moments, as AdamW does.
     """
-    halved = optimizer.name == "shard-optim-adamw" and optimizer.get("moments_dtype") != "fp32"
+    size = 2 if optimizer.name == "shard-optim-adamw" else 4
 
     def moments(name: str) -> int:
         if optimizer.name == "sgd":
             return 1 if optimizer.get("momentum") else 0
         return 1 if optimizer.name == "muon" and name in matrices else 2
 
-    size = 2 if halved else 4
     return sum(size * moments(name) * p.numel() for name, p in module.named_parameters())
 
 
