@@ -247,6 +247,8 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, value: Any) -> No
     state = Checkpoint(step=2, model={}, extra={"deep": [{"value": value}]})
     with pytest.raises(ValueError, match=r"must hold tensors, numbers, .* but got (numpy|pathlib)"):
         save_checkpoint(path, state)
+    with pytest.raises(ValueError, match="step must be an integer"):
+        save_checkpoint(path, Checkpoint(step=1.5, model={}))  # type: ignore[arg-type]
     assert load_checkpoint(path).step == 1
     assert list(tmp_path.iterdir()) == [path]
 

@@ -229,6 +229,10 @@ def test_state_continues_with_the_next_batch() -> None:
     resumed.load_state_dict(state)
     assert torch.equal(resumed.get_batch(8)[0], expected)
     assert resumed.position == 2
+    for damage in ({"position": -1}, {"seed": 1.5}):
+        with pytest.raises(ValueError, match="must be an integer of at least 0"):
+            resumed.load_state_dict(state | damage)
+    assert resumed.position == 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

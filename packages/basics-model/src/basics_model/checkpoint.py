@@ -20,6 +20,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.serialization import config
 
 from basics_model.files import refusing_damage, written_whole
+from basics_model.sizes import require_integer
 
 _FORMAT = 1
 _FIELDS = {"step": int, "model": dict, "optimizer": dict, "rng": dict, "extra": dict}
@@ -68,8 +69,10 @@ def save_checkpoint(path: Path | str, checkpoint: Checkpoint) -> None:
 
     Raises:
         OSError: the folder is missing or cannot be written, or the disk is full; names the file.
-        ValueError: it holds what :func:`load_checkpoint` would refuse, such as a NumPy number.
+        ValueError: it holds what :func:`load_checkpoint` would refuse, such as a NumPy number, or
+            ``step`` is no integer.
     """
+    require_integer("step", checkpoint.step, least=0)
     fields = {name: kind(getattr(checkpoint, name)) for name, kind in _FIELDS.items()}
     # Also in a program that has switched checksums off.
     checksums = config.patch({"save.compute_crc32": True})  # type: ignore[attr-defined]

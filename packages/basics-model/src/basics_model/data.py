@@ -183,9 +183,10 @@ class TokenDataset:
         return {"seed": self.seed, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues where a saved dataset stopped."""
-        self.seed = int(state["seed"])
-        self.position = int(state["position"])
+        """Continues where a saved dataset stopped; ValueError for what no dataset saves."""
+        for name in ("seed", "position"):
+            require_integer(name, state[name], least=0)
+        self.seed, self.position = int(state["seed"]), int(state["position"])
 
     def _windows(self, starts: npt.NDArray[Any], device: torch.device) -> tuple[Tensor, Tensor]:
         mapped: Any = self.tokens
