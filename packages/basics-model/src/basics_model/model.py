@@ -144,9 +144,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """One pre-norm block: attention, then feed-forward, each added to the residual stream.
 
-    The stream goes through blocks as two terms, whose sum is made by the next norm, so that a
-    compiler makes one kernel of both. With ``keep_attention`` the block checkpoints itself
-    (:mod:`basics_model.recomputation`), so that ``torch.compile`` of a block sees the checkpoint.
+    The stream goes through blocks as two terms. The next block adds them where its norm reads the
+    sum, so that a compiler makes one kernel of sum and norm. With ``keep_attention`` the block
+    checkpoints itself (:mod:`basics_model.recomputation`), so that ``torch.compile`` of a block
+    sees the checkpoint.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Maps the terms of the residual stream, each (B, S, M), to those of its next state."""
-        x = x + delta  # one tensor is kept, if the block is recomputed
+        x = x + delta  # before the checkpoint, which then keeps one tensor
         if self.keep_attention and torch.is_grad_enabled():
             kept: tuple[Tensor, Tensor] = checkpoint(
                 self._layers, x, cos, sin, use_reentrant=False, context_fn=attention_kept

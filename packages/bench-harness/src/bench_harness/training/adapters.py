@@ -311,14 +311,14 @@ def plain(
 
     Args:
         fused: one kernel for all parameters; None means on CUDA only.
-        offload_state, update_in_backward: as of :func:`one_form`.
+        offload_state, update_in_backward: as of :func:`without_flags`.
     """
     arguments |= over.settings(lr, fused) | ({"capturable": True} if over.capturable else {})
     how = {"offload_state": offload_state, "update_in_backward": update_in_backward}
-    return one_form(cls, over, **how, **arguments)
+    return without_flags(cls, over, **how, **arguments)
 
 
-def one_form(
+def without_flags(
     cls: Any,
     over: Parameters,
     *,

@@ -111,7 +111,7 @@ WRAPPERS: Mapping[str, Constructor] = {
 }
 OPTIMIZERS: Mapping[str, Constructor] = {
     "adamw": _optimizer("AdamW", "torch.optim:AdamW", "plain"),
-    "shard-optim-adamw": _optimizer("shard_optim AdamW", "shard_optim:AdamW", "one_form"),
+    "shard-optim-adamw": _optimizer("shard_optim AdamW", "shard_optim:AdamW", "without_flags"),
     "sgd": _optimizer("SGD", "torch.optim:SGD", "plain"),
     "muon": _optimizer("Muon", "torch.optim:Muon", "muon"),
     "zero-redundancy": _optimizer(
