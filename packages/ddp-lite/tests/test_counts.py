@@ -151,12 +151,17 @@ def test_buckets_of_the_real_xl() -> None:
     assert sizes == [451, *[468] * 14, 273, 156, 87, 29, 61]
 
 
-def host_milliseconds(wrapped: DataParallelBase) -> float:
-    """What the wrapper itself takes of one step's host time: its hooks, and the finish."""
+def host_times(wrapped: DataParallelBase, reductions: int) -> tuple[float, float]:
+    """The wrapper's host time of a step, and what torch's calls in it take alone, in milliseconds.
+
+    The first is of the hooks and of the finish. The second is of hiding and showing each gradient
+    and of sending all of them, which no wrapper can do without. They are timed in turns, so that
+    a slow or a busy processor lengthens both.
+    """
     parameters = list(wrapped.parameters())
     gradients = [torch.zeros_like(p) for p in parameters]
-    best = float("inf")
-    for _ in range(30):
+    ours = least = float("inf")
+    for _ in range(60):
         for p, g in zip(parameters, gradients, strict=True):
             p.grad = g
         # re-bucketing leaves the hooks as they are, so they can be called in backward's place
@@ -166,34 +171,37 @@ def host_milliseconds(wrapped: DataParallelBase) -> float:
         for hook, p in zip(reversed(hooks), reversed(parameters), strict=True):
             hook(p)
         wrapped.finish_gradient_synchronization()
-        best = min(best, (time.thread_time() - begin) * 1e3)
-    return best
+        middle = time.thread_time()
+        for p in parameters:
+            gradient, p.grad = p.grad, None
+            p.grad = gradient
+        for first in range(reductions):
+            dist.group.WORLD.allreduce_coalesced(gradients[first::reductions]).wait()
+        ours = min(ours, (middle - begin) * 1e3)
+        least = min(least, (time.thread_time() - middle) * 1e3)
+    return ours, least
 
 
 @pytest.mark.parametrize(
-    ("build", "reductions", "limit_ms"),
+    ("build", "reductions"),
     [
-        (lambda m: BucketedDDP(m, None, auto_finish=False), 1, 2),
-        (
-            lambda m: BucketedDDP(m, 0.025, last_bucket_size_mb=0.0025, auto_finish=False),
-            34,
-            2,
-        ),
-        # one collective a parameter is what OverlapDDP teaches; only buckets keep the promise
-        (lambda m: OverlapDDP(m, auto_finish=False), PARAMETERS, 20),
+        (lambda m: BucketedDDP(m, None, auto_finish=False), 1),
+        (lambda m: BucketedDDP(m, 0.025, last_bucket_size_mb=0.0025, auto_finish=False), 34),
+        (lambda m: OverlapDDP(m, auto_finish=False), PARAMETERS),
     ],
     ids=["one bucket", "34 buckets", "overlap"],
 )
-def test_host_cost_under_2_ms_a_step(build, reductions, limit_ms) -> None:
+def test_host_time_is_a_few_times_that_of_torchs_own_calls(build, reductions) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
         wrapped = build(Stack())
-        milliseconds = host_milliseconds(wrapped)
+        ours, least = host_times(wrapped, reductions)
         wrapped.stats()
         wrapped.finish_gradient_synchronization()
         assert wrapped.stats().reductions == reductions
-        print(f"host time of a step with {reductions} reductions: {milliseconds:.2f} ms")
-        assert milliseconds < limit_ms
+        print(f"host time of a step with {reductions} reductions: {ours:.2f} ms")
+        print(f"of torch's calls alone: {least:.2f} ms")
+        assert ours < 10 * least
     finally:
         dist.destroy_process_group()
 
@@ -211,29 +219,6 @@ class Blocks(nn.Module):
         return x + sum(p.view(-1)[0] for p in self.parameters())
 
 
-def test_the_checks_of_a_step_take_less_than_half_a_millisecond() -> None:
-    """What finds changed modules and ranks that are out of step, together."""
-    model = Blocks()
-    parameters = list(model.parameters())
-    assert len(parameters) == 432
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        wrapped = BucketedDDP(model, None)
-        engine, watch, check = wrapped._engine, wrapped._watch, wrapped._same_step
-        best = float("inf")
-        for _ in range(200):
-            begin = time.thread_time()
-            changed = watch.has_changed()
-            check.message(engine, torch.float32, False)
-            check.message_averaged(engine)  # the fake group leaves the message as it is
-            best = min(best, (time.thread_time() - begin) * 1e3)
-            assert not changed
-    finally:
-        dist.destroy_process_group()
-    print(f"host time of the checks of a step: {best:.3f} ms")
-    assert best < 0.5
-
-
 def test_finishing_by_itself_costs_the_host_little() -> None:
     """A step with ``auto_finish`` against one with the explicit call, collectives left out."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -248,7 +233,7 @@ def test_finishing_by_itself_costs_the_host_little() -> None:
                 wrapped.finish_gradient_synchronization()
                 best[auto] = min(best[auto], (time.thread_time() - begin) * 1e3)
         print(f"host time of a step: auto {best[True]:.2f} ms, explicit {best[False]:.2f} ms")
-        assert best[True] < best[False] + 2
+        assert best[True] < 1.2 * best[False]
     finally:
         dist.destroy_process_group()
 

@@ -200,11 +200,15 @@ def test_a_dropped_optimizer_and_model_leave_no_memory(
 def test_comparing_all_addresses_costs_the_host_little(fake_group):
     params = [nn.Parameter(torch.zeros(2)) for _ in range(432)]
     optimizer = ShardedOptimizer(params, torch.optim.AdamW)
-    best = float("inf")
-    for _ in range(50):
+    best = least = float("inf")
+    for _ in range(50):  # in turns, so that a busy processor lengthens both
         begin = time.thread_time()
         for bucket in optimizer.buckets:
             bucket.check_storage()
-        best = min(best, (time.thread_time() - begin) * 1e3)
-    print(f"host time of comparing 432 addresses: {best:.3f} ms")
-    assert best < 0.3
+        middle = time.thread_time()
+        for param in params:
+            param.data_ptr()
+        best = min(best, (middle - begin) * 1e3)
+        least = min(least, (time.thread_time() - middle) * 1e3)
+    print(f"host time of comparing 432 addresses: {best:.3f} ms, of reading them {least:.3f} ms")
+    assert best < 4 * least
