@@ -90,7 +90,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _quick_interpreter() -> None:
     """Triton's; that of a version which is not known stays as it is."""
     if os.environ.get("TRITON_INTERPRET") == "1" and triton_versions.refusal() is None:
-        interpreter.replace_once_a_launch()
+        interpreter.spare_work()
 
 
 @pytest.fixture(scope="session")

@@ -330,44 +330,44 @@ from triton.compiler import ASTSource
 from ddp_lite.peer.kernel import DTYPES
 from shard_optim.adamw_kernel import _BLOCK, _NUM_WARPS, adamw_kernel
 
-capability, gradients = json.loads(sys.argv[1])
-dtypes = {str(d): t for d, t in DTYPES.items()}
-chosen = {"lr_in_memory": True, "aligned": True, "block": _BLOCK}
-chosen |= {"gradients": dtypes["torch." + gradients]}
-signature, attributes, constants = {}, {}, {}
-for place, name in enumerate(adamw_kernel.arg_names):
-    if name in chosen:
-        signature[name], constants[place,] = "constexpr", chosen[name]
-    elif place < 6:
-        signature[name] = ("i32" if name == "numels" else "i64",) * 4
-        attributes |= {(place, index): [["tt.divisibility", 16]] for index in range(4)}
-    else:
-        signature[name] = "i64" if name == "lr" else "fp32"
-compiled = triton.compile(
-    ASTSource(adamw_kernel, signature, constants, attributes),
-    target=GPUTarget("cuda", capability, 32),
-    options={"num_warps": _NUM_WARPS, "enable_fp_fusion": False},
-)
-ptx = compiled.asm["ptx"]
-print(json.dumps(re.findall(r"(?:ld|st)\\.(?:global|local)\\.(v\\d\\.b\\d+|[a-z]?\\d+)", ptx)))
+
+def accesses(capability, gradients):
+    dtypes = {str(d): t for d, t in DTYPES.items()}
+    chosen = {"lr_in_memory": True, "aligned": True, "block": _BLOCK}
+    chosen |= {"gradients": dtypes["torch." + gradients]}
+    signature, attributes, constants = {}, {}, {}
+    for place, name in enumerate(adamw_kernel.arg_names):
+        if name in chosen:
+            signature[name], constants[place,] = "constexpr", chosen[name]
+        elif place < 6:
+            signature[name] = ("i32" if name == "numels" else "i64",) * 4
+            attributes |= {(place, index): [["tt.divisibility", 16]] for index in range(4)}
+        else:
+            signature[name] = "i64" if name == "lr" else "fp32"
+    compiled = triton.compile(
+        ASTSource(adamw_kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": _NUM_WARPS, "enable_fp_fusion": False},
+    )
+    ptx = compiled.asm["ptx"]
+    return re.findall(r"(?:ld|st)\\.(?:global|local)\\.(v\\d\\.b\\d+|[a-z]?\\d+)", ptx)
+
+
+print(json.dumps([accesses(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "gradients", "accesses"),
-    [(80, "float32", 10), (90, "float32", 10), (90, "bfloat16", 9)],
-)
-def test_16_bytes_at_a_time(capability, gradients, accesses, monkeypatch):
+def test_16_bytes_at_a_time(monkeypatch):
     """Compiled for GPUs that need not be there; step and lr are read apart."""
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    case = json.dumps([capability, gradients])
-    command = [sys.executable, "-c", COMPILE, case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    wide = {(80, "float32"): 10, (90, "float32"): 10, (90, "bfloat16"): 9}
+    command = [sys.executable, "-c", COMPILE, json.dumps(list(wide))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len([each for each in found if each in ("v4.b32", "v2.b64")]) == accesses
-    assert len(found) == accesses + 2, found
+    for (case, expected), found in zip(wide.items(), json.loads(done.stdout), strict=True):
+        assert len([x for x in found if x in ("v4.b32", "v2.b64")]) == expected, case
+        assert len(found) == expected + 2, (case, found)
 
 
 # --- in shards -------------------------------------------------------------------------------
