@@ -95,7 +95,7 @@ class ShardedGradScaler(GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         known = watched(optimizer)
-        if known is not None and known.updates_units:
+        if known is not None and known.before_step is not None:
             raise RuntimeError(USED.format("unscale_"))
         ranks: Ranks | None = getattr(optimizer, "ranks", None)
         if ranks is not None and hasattr(optimizer, "local_gradients"):  # a ShardedOptimizer

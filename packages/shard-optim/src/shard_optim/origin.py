@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
@@ -30,7 +30,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
-from shard_optim.parameter_groups import Groups, all_params, as_text
+from shard_optim.parameter_groups import Groups, all_params, as_text, tensors_away
 from shard_optim.place import SHARDED, Place
 from shard_optim.refused_gradient import GradientShard
 
@@ -209,7 +209,8 @@ class Watched:
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
         self.steps = 0  # that it has begun
         self.sharded = sharded  # of its first parameter that belongs to a sharded model
-        self.updates_units = False  # in backward, by ``update_in_backward``
+        # Called with the arguments of ``step`` where ``update_in_backward`` updates units.
+        self.before_step: Callable[[Any, Any], None] | None = None
         self.in_update = False  # such an update is under way
         # It is a ``ShardedOptimizer``, which does so and has tried its class already.
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
@@ -306,7 +307,7 @@ def watched(optimizer: Optimizer) -> Watched | None:
     return _watched[optimizer]
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = watched(optimizer)
     if known is None or known.in_update:
         return
@@ -317,6 +318,8 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "outputs hide their tensors, so gradients are this rank's own and not averaged yet. "
             "Call step() after backward, and finish_gradient_synchronization() if they are hidden."
         )
+    if known.before_step is not None:
+        known.before_step(args, kwargs)
     if known.steps == 0:
         known.check_first(optimizer)
     known.steps += 1
@@ -329,7 +332,7 @@ def settings_in(optimizer: Optimizer) -> str:
         ", ".join(
             f"{key}={as_text(value)}"
             for key, value in sorted(group.items())
-            if key not in ("params", "param_names") and not getattr(value, "is_cuda", False)
+            if key not in ("params", "param_names") and not tensors_away(value)
         )
         for group in optimizer.param_groups
     ]

@@ -68,6 +68,12 @@ def as_text(setting: Any) -> str:
     return str(setting).removesuffix(".0")
 
 
+def tensors_away(setting: Any) -> list[Tensor]:
+    """The tensors in a hyperparameter that are not in host memory: reading them waits for them."""
+    parts = setting if isinstance(setting, (list, tuple)) else (setting,)
+    return [part for part in parts if isinstance(part, Tensor) and part.device.type != "cpu"]
+
+
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
     """One line per hyperparameter and per parameter."""
     lines = []
