@@ -454,6 +454,7 @@ CHECKS = [
     ("dtypes", check_dtypes, ()),
     ("reads", check_reads, ()),
     ("order", check_order, ()),
+    ("settings after backward", check_settings_after_backward, ()),
     *(
         (function.__name__.removeprefix("check_").replace("_", " "), function, ())
         for function in (
@@ -461,7 +462,6 @@ CHECKS = [
             check_gradients_go_at_once,
             check_accumulation,
             check_scheduler,
-            check_settings_after_backward,
             check_freezing_later,
             check_counts_in_groups,
             check_hooks,

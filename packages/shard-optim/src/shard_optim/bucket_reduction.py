@@ -12,7 +12,8 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
 a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
-over None when it clips.
+over None when it clips. After the step it is a tensor of zeros until ``zero_grad()``, by which the
+next backward finds that this call was left out.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ddp_lite.reduce import Waitable
 from ddp_lite.transparent import temporarily
 from shard_optim.buckets import Bucket
 from shard_optim.communication import Communication, check_gradient
-from shard_optim.refused_gradient import PendingGradient, ReducedGradient
+from shard_optim.refused_gradient import REDUCED, PendingGradient, ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -61,7 +62,9 @@ class BucketReduction:
         self.size = len(self.bucket.params)
         self.words = self.bucket.describe("the reduce-scatter of gradients")
         self._packed, self._padding = self.bucket.packed, self.bucket.plan.padding
-        self.stand_in = StandIn(min(self.bucket.params, key=Tensor.numel))
+        numels = self.bucket.plan.numels
+        self.shown_at = numels.index(min(numels))
+        self.stand_in = StandIn(self.bucket.params[self.shown_at], self.bucket.names[self.shown_at])
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients of all members in a new flat tensor, zeros for those that are None.
@@ -140,6 +143,8 @@ class GradientReducer:
             if reducer is None or reducer._paused:
                 return
             if position in arrived:
+                for each in reducer._reductions:  # of a backward that ended in this error
+                    each.stand_in.check_zeroed()
                 reducer._heed_zero_grad()
                 reducer._finish_pass()
             arrived.add(position)
@@ -304,16 +309,23 @@ class GradientReducer:
         self._dropped = any(r.shard is not None for r in self._reductions) or bool(self._in_flight)
         self.discard()
 
-    def discard(self) -> None:
-        """Forgets all gradients reduced since the last step."""
+    def discard(self, *, used: bool = False) -> None:
+        """Forgets all gradients reduced since the last step.
+
+        Args:
+            used: whether a step has used them, so that ``zero_grad()`` must come before backward.
+        """
         self._was_paused = self._paused
         while self._in_flight:
             self._land()
         for reduction in self._reductions:
             reduction.arrived.clear()
+            if used and reduction.shown_at in reduction.present:
+                reduction.stand_in.use_up()
+            else:
+                reduction.stand_in.remove()
             reduction.present.clear()
             reduction.shard = None
-            reduction.stand_in.remove()
         self._next = self.passes = 0
 
 
@@ -323,18 +335,19 @@ class GradientReducer:
 class StandIn:
     """The stand-in of one parameter's gradient."""
 
-    def __init__(self, param: Tensor) -> None:
+    def __init__(self, param: Tensor, name: str) -> None:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
         zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self.param = param
+        self.param, self._name = param, name
         self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
-        self.shown = False  # between ``show`` and ``remove``
+        self.shown = False  # between ``show`` and ``use_up`` or ``remove``
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
         self_if_alive = weakref.ref(self)
 
         def before_gradient(_grads: object) -> None:
             if (self := self_if_alive()) is not None and self.param.grad is self._grad:
+                self.check_zeroed()
                 self.remove()  # autograd would add to it
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
@@ -344,12 +357,31 @@ class StandIn:
     def show(self) -> None:
         """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
         self.param.grad, self.shown = self._grad, True
+        self._grad.refusal = REDUCED
+
+    def use_up(self) -> None:
+        """Makes it zeros that may be read; call it when a step has used the reduced gradient."""
+        self.param.grad, self.shown = self._grad, False
+        self._grad.refusal, self._version = "", self._grad._version
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
         self.shown = False
-        if type(self.param.grad) is ReducedGradient:
+        if self.param.grad is self._grad:
             self.param.grad = None
+
+    __del__ = remove  # nobody else would
+
+    def check_zeroed(self) -> None:
+        """Raises RuntimeError if a step has used it and nothing has removed or zeroed it since."""
+        used = self.param.grad is self._grad and not self._grad.refusal
+        if used and self._grad._version == self._version:
+            raise RuntimeError(
+                "zero_grad() must come between step() and the next backward under "
+                f"reduce_gradients=True, but {self._name} still has the gradient that the step "
+                "used up, to which a plain optimizer would add. Call zero_grad() before backward; "
+                "to accumulate gradients, step after the last backward only."
+            )
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

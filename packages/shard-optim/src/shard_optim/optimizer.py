@@ -30,6 +30,7 @@ from shard_optim.communication import (
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
+from shard_optim.history import LateComparison
 from shard_optim.kept_moments import by_value
 from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
@@ -227,6 +228,7 @@ class ShardedOptimizer(Optimizer):
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._communication = moves = resolve_communication(communication, self.ranks)
         self._reducer = GradientReducer(moves, self.ranks) if reduce_gradients else None
+        self._comparison = LateComparison(self.mesh, self.ranks.device)
         if over is None:
             self._agree(self.param_groups)
             self._place(range(len(self.all_params())))
@@ -365,17 +367,20 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reduce_gradients()  # 1. reduce
-        if self.ranks.has_own_connections and not self._over_shards:  # where a backward compares
+        if self.ranks.size > 1 and not self._over_shards:  # where a backward compares
             passes = 0 if self._reducer is None else self._reducer.passes
             words = f"a step after {passes} reductions, with {settings_in(self)}"
-            self.ranks.together(words, lambda: None)
+            if self.ranks.has_own_connections:
+                self.ranks.together(words, lambda: None)
+            else:
+                self._comparison.exchange(f"made {words}")
         self._collected = False
         self._steps += 1
         self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         if self._reducer is not None:
-            self._reducer.discard()
+            self._reducer.discard(used=True)
             self._used_up = True
         if self._waits is None:
             self.wait()

@@ -153,9 +153,9 @@ class UpdateInBackward:
             for key in (key for key in used if used[key] != now.get(key)):
                 raise RuntimeError(
                     f"{key} must be set before backward under update_in_backward(), which has "
-                    f"updated units with {key}={used[key]}, but got {key}={now.get(key)} in step(). "
-                    "Set it before backward, and step schedulers after step(); for this step set "
-                    f"it back to {used[key]}."
+                    f"updated units with {key}={used[key]}, but got {key}={now.get(key)} in "
+                    "step(). Set it before backward, and step schedulers after step(); for this "
+                    f"step set it back to {used[key]}."
                 )
         self._pending = False
         self._settings.clear()
