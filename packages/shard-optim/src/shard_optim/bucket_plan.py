@@ -158,14 +158,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def assign_owners(costs: Sequence[int], totals: list[int]) -> list[list[int]]:
-    """Divides items over ranks, most costly first, each to the rank with the lowest cost so far.
+    """Positions of each rank's items: most costly first, to the rank with the lowest cost so far.
 
-    Args:
-        costs: of each item.
-        totals: each rank's cost before, which breaks ties; this assignment is added.
-
-    Returns:
-        For every rank, the positions of its items, most costly first.
+    ``totals``, each rank's cost before, breaks ties; this assignment is added to it.
     """
     owned: list[list[int]] = [[] for _ in totals]
     loads = [0] * len(totals)

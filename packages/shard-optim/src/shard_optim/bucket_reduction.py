@@ -67,11 +67,7 @@ class BucketReduction:
         self.stand_in = StandIn(self.bucket.params[self.shown_at], self.bucket.names[self.shown_at])
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of all members in a new flat tensor, zeros for those that are None.
-
-        Returns:
-            Laid out like the bucket; what lies between members is unspecified.
-        """
+        """Gradients, zeros for None, in a new flat tensor that is laid out like the bucket."""
         bucket = self.bucket
         sources = [
             torch.zeros_like(param) if grad is None else grad
@@ -92,16 +88,6 @@ class BucketReduction:
         return flat
 
 
-@dataclass(eq=False)
-class _Flight:
-    """A launched reduce-scatter; ``packed`` must live until it has been awaited."""
-
-    reduction: BucketReduction
-    packed: Tensor
-    output: Tensor
-    work: Waitable | None
-
-
 class GradientReducer:
     """Hooks parameters and reduces their gradients bucket by bucket."""
 
@@ -113,7 +99,8 @@ class GradientReducer:
         self._reductions: list[BucketReduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self.passes = 0  # over all buckets, since the last step
-        self._in_flight: deque[_Flight] = deque()
+        # Launched reduce-scatters: the bucket's, what must live until it was awaited, its output.
+        self._in_flight: deque[tuple[BucketReduction, Tensor, Tensor, Waitable | None]] = deque()
         self._bytes_in_flight = 0
         self._paused = False
         self._was_paused = False  # since the last step
@@ -211,30 +198,25 @@ class GradientReducer:
             param.grad = None
         reduction.stand_in.show()
         if self._ranks.size == 1 or bucket.plan.chunk == 0:
-            self._in_flight.append(_Flight(reduction, packed, packed, None))
+            self._in_flight.append((reduction, packed, packed, None))
             return
         output = torch.empty_like(bucket.owned)
         start = self._communication.reduce_scatter
         work = self._ranks.together(reduction.words, start, [output], [packed])
-        self._in_flight.append(_Flight(reduction, packed, output, work))
+        self._in_flight.append((reduction, packed, output, work))
 
     def _land(self) -> None:
         """Awaits the oldest reduce-scatter (on CUDA the stream does) and lets its buffer go."""
-        flight = self._in_flight.popleft()
-        self._bytes_in_flight -= flight.packed.nbytes
-        if flight.work is not None:
-            self._ranks.call(flight.reduction.words, flight.work.wait)
-        if flight.reduction.shard is None:
-            flight.reduction.shard = flight.output
-        else:
-            flight.reduction.shard.add_(flight.output)
+        reduction, packed, output, work = self._in_flight.popleft()
+        self._bytes_in_flight -= packed.nbytes
+        if work is not None:
+            self._ranks.call(reduction.words, work.wait)
+        reduction.shard = output if reduction.shard is None else reduction.shard.add_(output)
 
     def finish(self) -> None:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
-        Raises:
-            RuntimeError: if gradients are left that no pass covered, or were dropped after a pass.
-            CollectiveError: if a peer died or timed out.
+        RuntimeError if gradients are left that no pass covered, or were dropped after a pass.
         """
         self._heed_zero_grad()
         if self._dropped and not self.active:

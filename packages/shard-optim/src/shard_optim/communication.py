@@ -27,10 +27,7 @@ class CollectiveError(PeerFailureError):
 def traced(what: str, unit: str) -> AbstractContextManager[object]:
     """A named range in the trace of a running profiler; without a profiler, nothing.
 
-    Args:
-        what: ``all_gather``, ``wait_for_all_gather`` or ``reduce_scatter``. Tools that look for
-            late gathers know these names.
-        unit: name of the parameters that are moved.
+    Tools know ``what``: ``all_gather``, ``wait_for_all_gather`` or ``reduce_scatter``.
     """
     if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
         return _NO_RANGE

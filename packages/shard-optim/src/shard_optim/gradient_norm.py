@@ -50,9 +50,6 @@ def clip_sharded_(
 
     Args:
         grads: this rank's shards; every element of the gradients is in one rank's shards.
-        max_norm: largest norm allowed.
-        norm_type: p of the p-norm, positive.
-        ranks: that hold the shards.
         device: where the group's back end can reduce a number.
         replicated: gradients that all ranks hold whole and equal; scaled everywhere, counted once.
 

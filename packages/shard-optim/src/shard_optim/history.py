@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -38,16 +37,6 @@ class History:
         return words
 
 
-@dataclass(kw_only=True)
-class _Exchange:
-    """Numbers that have been averaged, and not yet compared."""
-
-    own: tuple[int, int]  # this rank's
-    words: str  # what this rank has done
-    mean: Tensor  # of all ranks' numbers, on the CPU
-    copied: torch.cuda.Event | None  # when ``mean`` may be read; None for at once
-
-
 class LateComparison:
     """Compares two numbers of each rank with their mean, as soon as reading it makes nobody wait.
 
@@ -62,18 +51,19 @@ class LateComparison:
 
     def __init__(self, ranks: Mesh, device: torch.device, remedy: str = "") -> None:
         self._ranks, self._device, self._remedy = ranks, device, remedy
-        self._exchanges: deque[_Exchange] = deque()
+        # This rank's numbers, what it has done, the mean, and when that may be read if not at once.
+        self._averaged: deque[tuple[tuple[int, int], str, Tensor, torch.cuda.Event | None]]
+        self._averaged = deque()
 
     @property
     def recording(self) -> bool:
         """Whether a CUDA graph is being recorded."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def message(self, digest: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What to average over the ranks for a digest: two numbers, exact in fp32, shape (2,)."""
+    def message(self, digest: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """What to average over the ranks for a digest: two numbers that are exact in fp32."""
         # Filled by kernels: a copy from ordinary host memory could wait for the device.
-        filled = [torch.full((1,), n, dtype=dtype, device=self._device) for n in _split(digest)]
-        return torch.cat(filled)
+        return [torch.full((1,), n, dtype=dtype, device=self._device) for n in _split(digest)]
 
     def averaged(self, digest: int, words: str, mean: Tensor) -> None:
         """Takes the average of the messages, and compares what has arrived.
@@ -87,15 +77,14 @@ class LateComparison:
         if self._device.type == "cuda":
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(self._device))
-        exchange = _Exchange(own=_split(digest), words=words, mean=arrived, copied=copied)
-        self._exchanges.append(exchange)
+        self._averaged.append((_split(digest), words, arrived, copied))
         self.compare()
 
     def exchange(self, words: str) -> None:
         """Compares the words, by an all-reduce of 8 bytes."""
         if not self.recording:
             digest = zlib.crc32(words.encode())
-            mean, ranks = self.message(digest), self._ranks.shards
+            mean, ranks = torch.cat(self.message(digest)), self._ranks.shards
             ranks.call(
                 "the comparison of steps", all_reduce, ranks.communicator, mean, dist.ReduceOp.AVG
             )
@@ -105,14 +94,13 @@ class LateComparison:
         """Compares what has arrived; raises as ``averaged`` does."""
         # One rank of N that differs moves the mean by at least 1 / N.
         tolerance = 0.5 / math.prod(ranks.size for ranks in self._ranks.levels)
-        while self._exchanges and not self.recording:
-            oldest = self._exchanges[0]
-            if oldest.copied is not None and not oldest.copied.query():
+        while self._averaged and not self.recording:
+            own, words, mean, copied = self._averaged[0]
+            if copied is not None and not copied.query():
                 return
-            self._exchanges.popleft()
-            pairs = zip(oldest.mean.tolist(), oldest.own, strict=True)
-            if any(abs(mean - own) > tolerance for mean, own in pairs):
-                raise self._ranks.shards.disagreement(f"it has {oldest.words}", self._remedy)
+            self._averaged.popleft()
+            if any(abs(m - n) > tolerance for m, n in zip(mean.tolist(), own, strict=True)):
+                raise self._ranks.shards.disagreement(f"it has {words}", self._remedy)
 
 
 def _split(digest: int) -> tuple[int, int]:

@@ -110,10 +110,7 @@ def places_of(params: Iterable[tuple[Any, Tensor]]) -> dict[Any, Place]:
 
 
 def difference(given: Any, own: Mapping[str, Any]) -> str | None:
-    """How the origin of what is loaded differs from this rank's, or None.
-
-    Parts that were saved before parts had a stage and a version are compared without these.
-    """
+    """How the origin of what is loaded differs from this rank's in what both tell, or None."""
     if not isinstance(given, Mapping) or not {"rank", "world_size"} <= set(given):
         return "it does not say which rank's part it is"
     if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
@@ -139,14 +136,12 @@ def check_loaded(
     """Compares the origins of what is loaded with this rank's own, and over the ranks. Collective.
 
     Args:
-        ranks: that load.
         parts: pairs of the origin of what is loaded and of this rank's.
         problem: another reason why this rank may not load it, if there is one.
         version: of what is loaded, if it is no part.
 
     Raises:
         ValueError: on every rank, naming the first rank whose state does not fit.
-        CollectiveError: if a peer died or timed out.
     """
     found = None
     for given, own in parts:
@@ -166,13 +161,7 @@ def check_loaded(
 
 
 def say_once(told: Any, what: str, ranks: Mesh) -> None:
-    """Logs, the first time that a part is taken out of ``told``, that it is a part.
-
-    Args:
-        told: the optimizer or module; it remembers that it was said.
-        what: ``model`` or ``optimizer``.
-        ranks: that hold the parts.
-    """
+    """Logs, the first time that a part is taken out of an optimizer or module, that it is one."""
     if ranks.shards.size > 1 and not getattr(told, "_part_was_named", False):
         told._part_was_named = True
         _log.warning(

@@ -31,12 +31,7 @@ _REMEDY = (
 
 
 class ReplicatedParameters:
-    """The small parameters of a model.
-
-    Args:
-        compute_dtype: dtype that the model computes with; None for the parameters' own.
-        device: where sums are made.
-    """
+    """The small parameters of a model; sums of their gradients are made on ``device``."""
 
     def __init__(
         self,
@@ -123,7 +118,7 @@ class ReplicatedParameters:
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
         digest = hash((order_digest, zlib.crc32(history.encode())))
         message = self._comparison.message(digest, self._dtype)
-        flat = torch.cat([*packed, present_flags, message])
+        flat = torch.cat([*packed, present_flags, *message])
         for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
             ranks.together(_WORDS, all_reduce, ranks.communicator, flat, dist.ReduceOp.AVG)
         sizes = [param.numel() for param in self.params]

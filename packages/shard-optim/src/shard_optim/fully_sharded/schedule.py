@@ -73,13 +73,7 @@ class UnitCall:
 
 
 class Schedule:
-    """The state of one training step of one model.
-
-    Args:
-        units: all units, in registration order, which know their slots.
-        prefetch: how many units ahead of the present one are gathered.
-        reshard: whether no unit stays gathered between forward and backward.
-    """
+    """The state of one training step of one model, whose units know their slots."""
 
     def __init__(
         self,
