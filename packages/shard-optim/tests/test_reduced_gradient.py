@@ -149,3 +149,11 @@ def test_a_dropped_optimizer_leaves_no_stand_in():
     del optimizer
     gc.collect()
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_model_that_is_all_frozen_may_step_again():
+    model, optimizer, *_ = made()
+    model.requires_grad_(False)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, reduce_gradients=True)
+    for _ in range(2):
+        optimizer.step()  # nothing, as in torch

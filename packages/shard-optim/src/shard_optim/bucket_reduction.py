@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks, start_all_reduce
+from ddp_lite.ranks import Ranks, shortened, start_all_reduce
 from ddp_lite.reduce import Waitable
 from ddp_lite.transparent import temporarily
 from shard_optim.buckets import Bucket
@@ -60,7 +60,8 @@ class BucketReduction:
 
     def __post_init__(self) -> None:
         self.size = len(self.bucket.params)
-        self.words = self.bucket.describe("the reduce-scatter of gradients")
+        members = shortened(self.bucket.names, 1, " and ")
+        self.words = f"the reduce-scatter of gradients ({members})"
         self._packed, self._padding = self.bucket.packed, self.bucket.plan.padding
         numels = self.bucket.plan.numels
         self.shown_at = numels.index(min(numels))

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ddp_lite.ranks import MEBIBYTE, Ranks
+from ddp_lite.ranks import MEBIBYTE, Ranks, shortened
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_plan import BucketPlan, Partition, plan_buckets
 from shard_optim.communication import Communication
@@ -91,7 +91,8 @@ class Bucket:
         self.shards: list[Shard] = []  # this rank's parts of the members, in the plan's order
         self.places: list[Place] = []  # where the state of each member lies
         self._gather: Waitable | None = None
-        self._gather_words = self.describe("the all-gather of updated parameters")
+        members = shortened(self.names, 1, " and ")
+        self._gather_words = f"the all-gather of updated parameters ({members})"
         for position, (param, name) in enumerate(zip(params, names, strict=True)):
             offset, span = plan.offsets[position], plan.span(position, rank)
             adopted = self.flat.as_strided(param.size(), param.stride(), offset)
@@ -123,11 +124,6 @@ class Bucket:
             f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
             "and construct the optimizer then, and only one over these parameters"
         )
-
-    def describe(self, what: str) -> str:
-        """``what`` and this bucket in words, for errors."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"{what} ({self.names[0]}{more})"
 
     @property
     def packed(self) -> bool:

@@ -146,10 +146,7 @@ def on_every_rank(
 def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mesh:
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
-    Raises:
-        RuntimeError: if there is no process group.
-        TypeError: if ``process_group`` is something else, such as a group without this rank.
-        ValueError: for a mesh of more dimensions.
+    RuntimeError without a process group; TypeError or ValueError for what is none of these.
     """
     if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
         raise TypeError(

@@ -107,12 +107,11 @@ class ShardedOptimizer(Optimizer):
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
-    Over the parameters of a ``FullyShardedDataParallel`` (stage 3), the model has averaged the
-    gradients and gathers the updated shards itself. What is left are two options beside the plain
-    class, which treats shards element by element: ``offload_state=True``, and ``partition="whole"``
-    for matrices. With that each matrix has an owner, which gets its values and gradients from all
-    ranks in ``step``, updates it whole, and hands the shards back; owners are balanced by the cost
-    of an orthogonalisation. Clip by the model's ``clip_grad_norm_``.
+    Over the parameters of a ``FullyShardedDataParallel`` (stage 3), which averages gradients and
+    gathers updated shards itself, two options are left: ``offload_state=True``, and
+    ``partition="whole"`` for matrices. With that each matrix has an owner, which gets its values
+    and gradients from all ranks in ``step``, updates it whole, and hands the shards back. Clip by
+    the model's ``clip_grad_norm_``.
 
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs, or groups of either.
@@ -134,7 +133,6 @@ class ShardedOptimizer(Optimizer):
             needs ``attach(module)`` before the first step.
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
-            At stage 3 with "flat" only.
         communication: what reduce-scatters gradients and gathers parameters, in place of the
             process group's own collectives: "peer-copy" for copies between the GPUs of one host,
             or an object for the same group.
@@ -199,6 +197,10 @@ class ShardedOptimizer(Optimizer):
             remedy='Pass partition="whole".' if partition == "flat" else None,
         )
         super().__init__(groups, default_settings(optimizer_cls, settings_of(groups[0]), kwargs))
+        if not self.all_params():
+            raise ValueError(
+                "params must hold at least one parameter, but got none. Pass model.parameters()."
+            )
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:
@@ -360,6 +362,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: if a parameter is no longer in the memory that is updated; at the first
                 step also, on every rank, if ranks have different weights, or different gradients
                 that a wrapper should have averaged.
+            StepMismatchError: on every rank, if another one steps otherwise; over NCCL later.
             CollectiveError: if a peer died or timed out.
         """
         loss = None
@@ -430,7 +433,8 @@ class ShardedOptimizer(Optimizer):
             self.local.take_gradients()
         elif isinstance(self.local, LocalOptimizer):
             unused = self._reducer.unused()
-            if self._used_up and len(unused) == sum(len(bucket.params) for bucket in self.buckets):
+            members = sum(len(bucket.params) for bucket in self.buckets)
+            if self._used_up and 0 < members == len(unused):
                 self._reducer.discard()
                 raise RuntimeError(
                     "a step must follow a backward, but no rank has a gradient since the last step "
@@ -506,9 +510,8 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their norm over all parameters is at most ``max_norm``.
 
-        One number is all-reduced. Every rank calls this, after backward and before ``step``, which
-        uses the scaled gradients; ``param.grad``, where it still exists, is left in an unspecified
-        state. With ``GradScaler``, unscale first.
+        Every rank calls this, after backward and before ``step``, which uses the scaled gradients;
+        ``param.grad``, where it still exists, is left in an unspecified state. Unscale first.
 
         Args:
             max_norm: largest norm allowed.

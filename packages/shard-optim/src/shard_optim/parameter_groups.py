@@ -42,12 +42,7 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
             f"params must be an iterable of parameters or groups, but got {got}. Pass {remedy}."
         )
     items = list(params)
-    if not items:
-        raise ValueError(
-            "params must hold at least one parameter, but got an empty list. "
-            "Pass model.parameters()."
-        )
-    if not isinstance(items[0], dict):
+    if not items or not isinstance(items[0], dict):
         return [{"params": items}]
     return [dict(group) for group in items]
 

@@ -103,7 +103,7 @@ class ReplicatedParameters:
         given = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
-            grad = self.gradients.take([position])[0] if param.requires_grad else None
+            [grad] = self.gradients.take([position]) if param.requires_grad else [None]
             check_gradient(grad, name)
             given.append(grad)
             flags.append(grad is not None or not param.requires_grad)

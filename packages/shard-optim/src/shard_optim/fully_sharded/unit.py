@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import start_all_reduce
+from ddp_lite.ranks import shortened, start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_plan import round_up
 from shard_optim.communication import (
@@ -233,10 +233,10 @@ class Unit:
             self.places.append(Place(name, size, stride, (first, count), view.size()))
             param.data = view
         self.gradients = GradientStore(self.params, sharded=True)
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
-        self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
-        self.all_reduce_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
+        members = shortened(self.names, 1, " and ")
+        self.gather_words = f"the all-gather of parameters ({members})"
+        self.reduce_words = f"the reduce-scatter of gradients ({members})"
+        self.all_reduce_words = f"the all-reduce of gradient shards ({members})"
         self.resting = True
         self.uses = 0  # calls under way that read the parameters
         # Positions whose gradients are complete in this backward pass.
