@@ -270,7 +270,6 @@ class ForwardWaits:
 
     Args:
         module: the root, after every ``compile()`` of a module in it.
-        wait_all: waits for every all-gather.
         hook_gradients: whether every gradient calls ``check_read``; else somebody else does.
     """
 

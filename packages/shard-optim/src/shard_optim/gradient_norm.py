@@ -81,11 +81,9 @@ def clip_sharded_(
 class ShardedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients: all ranks skip a step, or none does.
 
-    It serves ``ShardedOptimizer``, and any optimizer over the parameters of a
-    ``FullyShardedDataParallel``.
-
-    Unscaling looks at this rank's gradient shards and takes the maximum over ranks of whether any
-    was not finite: one all-reduce of one number. Other optimizers are handled as by the base class.
+    Unscaling looks at this rank's gradient shards of a ``ShardedOptimizer``, or of any optimizer
+    over the parameters of a ``FullyShardedDataParallel``, and takes the maximum over ranks of
+    whether any was not finite. Other optimizers are handled as by the base class.
     """
 
     def _unscale_grads_(

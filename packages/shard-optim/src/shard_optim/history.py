@@ -42,11 +42,6 @@ class LateComparison:
 
     On CUDA that is in a later step. While a CUDA graph is recorded the host cannot read, and
     nothing is compared: the graph keeps what it has recorded.
-
-    Args:
-        ranks: that must do the same.
-        device: where collectives run.
-        remedy: a sentence for errors.
     """
 
     def __init__(self, ranks: Mesh, device: torch.device, remedy: str = "") -> None:
@@ -66,11 +61,7 @@ class LateComparison:
         return [torch.full((1,), n, dtype=dtype, device=self._device) for n in _split(digest)]
 
     def averaged(self, digest: int, words: str, mean: Tensor) -> None:
-        """Takes the average of the messages, and compares what has arrived.
-
-        Raises:
-            StepMismatchError: on every rank, if one has sent another message.
-        """
+        """Takes the average of the messages, and compares what has arrived as ``compare`` does."""
         if self.recording:
             return
         arrived, copied = mean.to("cpu", non_blocking=True), None
@@ -91,7 +82,7 @@ class LateComparison:
             self.averaged(digest, words, mean)
 
     def compare(self) -> None:
-        """Compares what has arrived; raises as ``averaged`` does."""
+        """StepMismatchError on every rank if one has sent another message, and it has arrived."""
         # One rank of N that differs moves the mean by at least 1 / N.
         tolerance = 0.5 / math.prod(ranks.size for ranks in self._ranks.levels)
         while self._averaged and not self.recording:

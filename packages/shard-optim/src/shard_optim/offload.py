@@ -31,13 +31,9 @@ def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> t
     """A subclass whose state rests in host memory between steps, with the same results bit for bit.
 
     For parameters on one device: ``ShardedOptimizer(offload_state=True)`` updates its shards by it,
-    after ``check_offload``. State dicts and checkpoints are those of the class. Only state with
-    more than one element travels; counts of steps stay where the class keeps them.
-
-    Args:
-        optimizer_cls: a class that updates each parameter independently of the others.
-        chunk_size_mb: parameters that are updated at once, in MB (1024² bytes); a larger parameter
-            is a chunk of its own.
+    ``chunk_size_mb`` (1024² bytes) at once, after ``check_offload``. State dicts and checkpoints
+    are those of the class. Only state with more than one element travels; counts of steps stay
+    where the class keeps them.
     """
     size = {"_chunk_bytes": chunk_size_mb * MEBIBYTE}
     return type(optimizer_cls.__name__, (_Offloaded, optimizer_cls), size)
@@ -69,7 +65,7 @@ class _Offloaded(Optimizer):
     def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient; ``kwargs`` are for the class's ``step``."""
         groups, self._stepping = self.param_groups, True
-        changed = [settings_of(group) for group in groups]
+        changed = list(map(settings_of, groups))
         try:
             for chunk in self._chunks():
                 self._step_chunk(groups, chunk, changed, kwargs)

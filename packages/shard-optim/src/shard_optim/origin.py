@@ -30,7 +30,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
-from shard_optim.parameter_groups import Groups, all_params, as_text, tensors_away
+from shard_optim.parameter_groups import Groups, all_params, in_words
 from shard_optim.place import SHARDED, Place
 from shard_optim.refused_gradient import GradientShard
 
@@ -316,13 +316,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def settings_in(optimizer: Optimizer) -> str:
-    """The hyperparameters of all groups, without tensors on a GPU, which would have to be read."""
-    groups = [
-        ", ".join(
-            f"{key}={as_text(value)}"
-            for key, value in sorted(group.items())
-            if key not in ("params", "param_names") and not tensors_away(value)
-        )
-        for group in optimizer.param_groups
-    ]
-    return "; ".join(dict.fromkeys(groups))
+    """The hyperparameters of all groups, without tensors on a GPU."""
+    groups = [[*in_words(group).items()] for group in optimizer.param_groups]
+    texts = [", ".join(f"{key}={words}" for key, words in group) for group in groups]
+    return "; ".join(dict.fromkeys(texts))

@@ -63,10 +63,19 @@ def as_text(setting: Any) -> str:
     return str(setting).removesuffix(".0")
 
 
-def tensors_away(setting: Any) -> list[Tensor]:
-    """The tensors in a hyperparameter that are not in host memory: reading them waits for them."""
-    parts = setting if isinstance(setting, (list, tuple)) else (setting,)
-    return [part for part in parts if isinstance(part, Tensor) and part.device.type != "cpu"]
+def in_words(group: Mapping[str, Any], *, identities: bool = False) -> dict[str, str]:
+    """A group's hyperparameters in words.
+
+    Tensors on a GPU, where a reader would wait, are left out, or told by ``identities``.
+    """
+    words = {}
+    for key in sorted(group.keys() - {"params", "param_names"}):
+        parts = group[key] if isinstance(group[key], (list, tuple)) else (group[key],)
+        away = [t for t in parts if isinstance(t, Tensor) and t.device.type != "cpu"]
+        if identities or not away:
+            names = [f"tensor {id(t):x} after {t._version} changes" for t in away]
+            words[key] = ", ".join(names) or as_text(group[key])
+    return words
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:

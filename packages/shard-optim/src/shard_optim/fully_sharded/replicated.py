@@ -94,10 +94,8 @@ class ReplicatedParameters:
             by a rank that lacked some gradient.
 
         Raises:
-            StepMismatchError: if another rank's order or history was another one. On CUDA this is
-                found in a later backward, as soon as reading it makes nobody wait.
+            StepMismatchError: if another rank's order or history was another one.
             RuntimeError: if a parameter has no gradient while a CUDA graph is recorded.
-            CollectiveError: if a peer died or timed out.
         """
         self._comparison.compare()
         given = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shard_optim.fully_sharded.deferred_hooks import run_deferred
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.origin import Watched, watched
-from shard_optim.parameter_groups import all_params, as_text, tensors_away
+from shard_optim.parameter_groups import all_params, in_words
 from shard_optim.refused_gradient import UNREDUCED, USED, ReducedGradient
 from shard_optim.shard_update import settings_of
 
@@ -114,7 +114,7 @@ class UpdateInBackward:
             unit.gradients.give(positions)
             run_deferred(params)
             for number in members.keys() - self._settings.keys():
-                self._settings[number] = _in_words(groups[number])
+                self._settings[number] = in_words(groups[number], identities=True)
             # What a class counts in its groups, the user's step counts.
             self.optimizer.param_groups = [
                 settings_of(groups[number]) | {"params": own} for number, own in members.items()
@@ -149,7 +149,7 @@ class UpdateInBackward:
                 "that runs backward inside. Call the closure first, then step()."
             )
         for number, used in self._settings.items():
-            now = _in_words(self.optimizer.param_groups[number])
+            now = in_words(self.optimizer.param_groups[number], identities=True)
             for key in (key for key in used if used[key] != now.get(key)):
                 raise RuntimeError(
                     f"{key} must be set before backward under update_in_backward(), which has "
@@ -180,15 +180,6 @@ class UpdateInBackward:
             each.clear()
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-
-
-def _in_words(group: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of a group; tensors that the host would wait for by their identity."""
-    words = {}
-    for key, value in settings_of(group).items():
-        away = [f"tensor {id(t):x} after {t._version} changes" for t in tensors_away(value)]
-        words[key] = ", ".join(away) or as_text(value)
-    return words
 
 
 def _checked(optimizer: Any, units: Sequence[Unit]) -> Watched:
