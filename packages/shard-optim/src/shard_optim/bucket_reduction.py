@@ -321,9 +321,9 @@ class StandIn:
     def __init__(self, param: Tensor, name: str) -> None:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
-        zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
+        self._zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
         self.param, self._name = param, name
-        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
+        self._grad = self._zeros.expand(param.shape).as_subclass(ReducedGradient)
         self.shown = False  # between ``show`` and ``use_up`` or ``remove``
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
         self_if_alive = weakref.ref(self)
@@ -345,7 +345,7 @@ class StandIn:
     def use_up(self) -> None:
         """Makes it zeros that may be read; call it when a step has used the reduced gradient."""
         self.param.grad, self.shown = self._grad, False
-        self._grad.refusal, self._version = "", self._grad._version
+        self._grad.refusal, self._version = "", self._zeros._version
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
@@ -358,7 +358,7 @@ class StandIn:
     def check_zeroed(self) -> None:
         """Raises RuntimeError if a step has used it and nothing has removed or zeroed it since."""
         used = self.param.grad is self._grad and not self._grad.refusal
-        if used and self._grad._version == self._version:
+        if used and self._zeros._version == self._version:
             raise RuntimeError(
                 "zero_grad() must come between step() and the next backward under "
                 f"reduce_gradients=True, but {self._name} still has the gradient that the step "

@@ -45,7 +45,9 @@ class LateComparison:
     """
 
     def __init__(self, ranks: Mesh, device: torch.device, remedy: str = "") -> None:
-        self._ranks, self._device, self._remedy = ranks, device, remedy
+        self._ranks, self._device, self._remedy = ranks.shards, device, remedy
+        # One rank of N that differs moves the mean by at least 1 / N.
+        self._tolerance = 0.5 / math.prod(level.size for level in ranks.levels)
         # This rank's numbers, what it has done, the mean, and when that may be read if not at once.
         self._averaged: deque[tuple[tuple[int, int], str, Tensor, torch.cuda.Event | None]]
         self._averaged = deque()
@@ -75,7 +77,7 @@ class LateComparison:
         """Compares the words, by an all-reduce of 8 bytes."""
         if not self.recording:
             digest = zlib.crc32(words.encode())
-            mean, ranks = torch.cat(self.message(digest)), self._ranks.shards
+            mean, ranks = torch.cat(self.message(digest)), self._ranks
             ranks.call(
                 "the comparison of steps", all_reduce, ranks.communicator, mean, dist.ReduceOp.AVG
             )
@@ -83,15 +85,13 @@ class LateComparison:
 
     def compare(self) -> None:
         """StepMismatchError on every rank if one has sent another message, and it has arrived."""
-        # One rank of N that differs moves the mean by at least 1 / N.
-        tolerance = 0.5 / math.prod(ranks.size for ranks in self._ranks.levels)
         while self._averaged and not self.recording:
             own, words, mean, copied = self._averaged[0]
             if copied is not None and not copied.query():
                 return
             self._averaged.popleft()
-            if any(abs(m - n) > tolerance for m, n in zip(mean.tolist(), own, strict=True)):
-                raise self._ranks.shards.disagreement(f"it has {words}", self._remedy)
+            if any(abs(m - n) > self._tolerance for m, n in zip(mean.tolist(), own, strict=True)):
+                raise self._ranks.disagreement(f"it has {words}", self._remedy)
 
 
 def _split(digest: int) -> tuple[int, int]:

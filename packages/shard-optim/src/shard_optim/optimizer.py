@@ -41,11 +41,17 @@ from shard_optim.origin import (
     check_loaded,
     describe,
     say_once,
-    settings_in,
     sharded_in,
     sharded_of,
 )
-from shard_optim.parameter_groups import all_params, as_groups, by_number, describe_groups, name_of
+from shard_optim.parameter_groups import (
+    all_params,
+    as_groups,
+    by_number,
+    describe_groups,
+    name_of,
+    settings_in,
+)
 from shard_optim.place import check_layout
 from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
@@ -372,7 +378,7 @@ class ShardedOptimizer(Optimizer):
         self._reduce_gradients()  # 1. reduce
         if self.ranks.size > 1 and not self._over_shards:  # where a backward compares
             passes = 0 if self._reducer is None else self._reducer.passes
-            words = f"a step after {passes} reductions, with {settings_in(self)}"
+            words = f"a step after {passes} reductions, with {settings_in(self.param_groups)}"
             if self.ranks.has_own_connections:
                 self.ranks.together(words, lambda: None)
             else:

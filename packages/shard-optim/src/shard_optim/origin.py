@@ -30,7 +30,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
-from shard_optim.parameter_groups import Groups, all_params, in_words
+from shard_optim.parameter_groups import Groups, all_params, settings_in
 from shard_optim.place import SHARDED, Place
 from shard_optim.refused_gradient import GradientShard
 
@@ -312,11 +312,5 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known.steps == 0:
         known.check_first(optimizer)
     known.steps += 1
-    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {settings_in(optimizer)}")
-
-
-def settings_in(optimizer: Optimizer) -> str:
-    """The hyperparameters of all groups, without tensors on a GPU."""
-    groups = [[*in_words(group).items()] for group in optimizer.param_groups]
-    texts = [", ".join(f"{key}={words}" for key, words in group) for group in groups]
-    return "; ".join(dict.fromkeys(texts))
+    settings = settings_in(optimizer.param_groups)
+    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {settings}")

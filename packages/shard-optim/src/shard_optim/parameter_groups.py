@@ -78,6 +78,13 @@ def in_words(group: Mapping[str, Any], *, identities: bool = False) -> dict[str,
     return words
 
 
+def settings_in(groups: Groups) -> str:
+    """The hyperparameters of all groups, without tensors on a GPU."""
+    settings = [[*in_words(group).items()] for group in groups]
+    texts = [", ".join(f"{key}={words}" for key, words in group) for group in settings]
+    return "; ".join(dict.fromkeys(texts))
+
+
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:
     """One line per hyperparameter and per parameter."""
     lines = []
