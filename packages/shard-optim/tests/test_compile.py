@@ -138,6 +138,7 @@ def check_compiled_too_late(rank, world_size):
     compile_blocks(model, "in place")
     model(batch(0, rank)).square().mean().backward()
     optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"blocks\.2\..* received a gradient .* compiled after"):
         model(batch(1, rank)).square().mean().backward()
     optimizer.wait()

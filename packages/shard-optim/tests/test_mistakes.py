@@ -37,9 +37,11 @@ def check_conversion(rank: int, world_size: int) -> None:
             model = mlp()
             optimizer = sharded(model, reduce_gradients=True)
             for _ in range(steps):
+                optimizer.zero_grad()
                 loss_of(model, rank).backward()
                 optimizer.step()
             convert(model)
+            model.zero_grad()
             x = torch.ones(2, 4, dtype=model[0].weight.dtype)
             model[0](x).sum().backward()
             with pytest.raises(RuntimeError, match=r"0\.weight was moved or converted since"):
@@ -317,6 +319,7 @@ def check_step_again(rank: int, world_size: int) -> None:
     model = mlp()
     optimizer = sharded(model, reduce_gradients=True)
     for _ in range(2):
+        optimizer.zero_grad()
         loss_of(model, rank).backward()
         optimizer.step()
         before = [p.detach().clone() for p in model.parameters()]
@@ -357,6 +360,7 @@ def drops_alone(rank: int, world_size: int) -> str:
     optimizer = sharded(model, reduce_gradients=True)
     loss_of(model, rank).backward()
     optimizer.step()
+    optimizer.zero_grad()
     loss_of(model, rank).backward()
     if rank == 1:
         optimizer.zero_grad()

@@ -468,8 +468,9 @@ def check_refusals(rank, world_size):
         ShardedOptimizer([weight], torch.optim.SGD, learning_rate=1.0)
     with pytest.raises(TypeError, match="got one tensor"):
         ShardedOptimizer(weight, torch.optim.SGD)
-    with pytest.raises(ValueError, match="empty list"):
-        ShardedOptimizer([], torch.optim.SGD)
+    for params in ([], [{"params": []}, {"params": iter([])}]):
+        with pytest.raises(ValueError, match="at least one parameter, but got none"):
+            ShardedOptimizer(params, torch.optim.SGD)
     with pytest.raises(ValueError, match=r"must be real, but got .* of torch\.complex64"):
         ShardedOptimizer([nn.Parameter(weight.to(torch.complex64))], torch.optim.SGD)
     for refuse in (pickle.dumps, copy.deepcopy, copy.copy):

@@ -4,6 +4,8 @@ One rank is enough: what stands in ``grad`` does not depend on the number of ran
 """
 
 import copy
+import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -36,7 +38,7 @@ def made():
 def assert_same(model, plain):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-        assert ours.grad is None
+        assert ours.grad is None or not ours.grad.any()  # zeros, until zero_grad()
 
 
 READS = {
@@ -96,3 +98,62 @@ def test_compiling_between_two_backwards():
     stepper.step()
     stepper.zero_grad()
     assert_same(model, plain)
+
+
+ZEROS = {
+    "optimizer": lambda m, o: o.zero_grad(),
+    "optimizer, in place": lambda m, o: o.zero_grad(set_to_none=False),
+    "model": lambda m, o: m.zero_grad(),
+    "model, in place": lambda m, o: m.zero_grad(set_to_none=False),
+    "by hand": lambda m, o: [setattr(p, "grad", None) for p in m.parameters()],
+}
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_a_left_out_zero_grad_is_named_in_the_next_backward(zero):
+    """A plain optimizer would add to the gradients that the step has used; nothing has changed."""
+    model, optimizer, x, plain, stepper = made()
+    for step in range(3):
+        for each, own in ((model, optimizer), (plain, stepper)):
+            if own is optimizer and step:
+                model.float().cpu()  # of a trainer that moves a model which is there already
+                ZEROS[zero](model, optimizer)
+            elif step:
+                stepper.zero_grad()
+            with nullcontext() if own is stepper else optimizer.no_sync():
+                each(x).square().mean().backward()
+            each(x).square().mean().backward()
+            own.step()
+    for pause in (nullcontext, optimizer.no_sync):
+        with pause(), pytest.raises(RuntimeError, match=r"^zero_grad\(\) must come between step"):
+            model(x).square().mean().backward()
+    optimizer.zero_grad()
+    assert_same(model, plain)
+
+
+def test_gradients_of_other_parameters_need_no_zero_grad():
+    """Parts of a model trained in turns, of which only the trained one is zeroed."""
+    model, optimizer, x, plain, stepper = made()
+    for number in (0, 2, 0, 2):
+        for each, own in ((model, optimizer), (plain, stepper)):
+            each[number](x).square().mean().backward()
+            own.step()
+            each[number].zero_grad()
+    assert_same(model, plain)
+
+
+def test_a_dropped_optimizer_leaves_no_stand_in():
+    model, optimizer, x, _, _ = made()
+    model(x).sum().backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_model_that_is_all_frozen_may_step_again():
+    model, optimizer, *_ = made()
+    model.requires_grad_(False)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, reduce_gradients=True)
+    for _ in range(2):
+        optimizer.step()  # nothing, as in torch

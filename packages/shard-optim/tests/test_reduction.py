@@ -146,9 +146,11 @@ def check_accumulation(rank, world_size):
             optimizer.step()
         optimizer.wait()
         assert_close(model, expected)
+    optimizer.zero_grad()
     with optimizer.no_sync():
         loss_of(model, 0, rank).backward()
     optimizer.step()  # nothing was reduced since the last step, so this reduces what is there
+    optimizer.zero_grad()
     loss_of(model, 0, rank).backward()
     optimizer.local_gradients()
     optimizer._collected = False
@@ -328,6 +330,7 @@ def check_exact(rank, world_size):
             e.grad = (drawn[0][position] + drawn[1][position]) / 2
         optimizer.step()
         plain.step()
+    optimizer.zero_grad()
     for p, e in zip(params, expected, strict=True):
         assert torch.equal(p, e)
         assert p.grad is None
@@ -551,6 +554,7 @@ def check_killed(rank, world_size, where):
     optimizer.step()
     if where == "step" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
     loss_of(model, 1, rank).backward()
     optimizer.step()
     if where == "save":

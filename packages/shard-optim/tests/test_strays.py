@@ -26,7 +26,8 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def backward_once_more(model, _optimizer):
+def backward_once_more(model, optimizer):
+    optimizer.zero_grad()
     for step in (0, 1):
         model(batch(step, 0)).square().mean().backward()
 
@@ -52,25 +53,27 @@ FAULTS = {
 }
 
 
-def train(rank, world_size, fault, overlap):
+def train(rank, world_size, fault, overlap, late=False, reduce_gradients=True):
     model = network()
     optimizer = ShardedOptimizer(
         model.named_parameters(),
         torch.optim.AdamW,
         lr=0.05,
-        reduce_gradients=True,
+        reduce_gradients=reduce_gradients,
         bucket_size_mb=0.002,
         overlap=overlap,
     )
     if overlap:
         optimizer.attach(model)
+    if late:  # as over NCCL, where nothing is compared before a collective
+        optimizer.ranks.has_own_connections = False
     for step in range(STEPS):
         if step == FAULTY_STEP:
             set_collective_timeout(TIMEOUT_S)
             if rank == world_size - 1:
                 FAULTS[fault][0](model, optimizer)
         optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
+        model(batch(step, rank if reduce_gradients else 0)).square().mean().backward()
         optimizer.step()
 
 
@@ -101,3 +104,15 @@ def test_a_rank_that_drops_a_batch_alone() -> None:
     for outcome in run_ranks(drop_alone, 2, check=False, timeout=BOUND_S):
         assert outcome.error is not None, f"{outcome.rank} trained on"
         assert re.search("StepMismatchError.*a step after 2 reductions", outcome.error)
+
+
+@pytest.mark.parametrize("reduce_gradients", [False, True])
+def test_another_learning_rate_where_nothing_is_compared_before_a_collective(reduce_gradients):
+    """Named by the numbers that the ranks average in every step; equal ranks are left alone."""
+    fault = "takes another learning rate"
+    for outcome in run_ranks(train, 2, fault, None, True, reduce_gradients, check=False):
+        assert outcome.error is not None, f"{outcome.rank} trained on"
+        for rate in (r"0\.05", r"0\.1"):
+            words = rf"StepMismatchError.* has made a step after \d reductions, with .*lr={rate}"
+            assert re.search(words, outcome.error), outcome.error
+        assert "differ in step 2" in outcome.error

@@ -301,6 +301,50 @@ def check_order(rank, world_size):
     assert_equal(model, expected)
 
 
+def check_settings_after_backward(rank, world_size):
+    """A setting that changes between backward and step is refused; then the step is right."""
+    pairs = [made(early=early, groups=True) for early in (False, True)]
+    (expected, other), (model, optimizer) = pairs
+    for each in (other, optimizer):
+        each.param_groups[1]["lr"] = torch.tensor(0.05)
+    rate = optimizer.param_groups[1]["lr"]
+    away = torch.zeros((), device="meta")  # as a tensor on a GPU, it cannot be read here
+    optimizer.param_groups[0]["away"] = away
+    for step, (number, key, change, back) in enumerate(
+        (
+            (0, "lr", 0.5, 0.02),
+            (1, "weight_decay", 0.0, 0.1),
+            (0, "betas", (0.5, 0.9), (0.9, 0.999)),
+            (1, "lr", torch.tensor(0.1), rate),
+            (0, "away", torch.zeros((), device="meta"), away),
+        )
+    ):
+        group = optimizer.param_groups[number]
+        for each in pairs:
+            each[1].zero_grad()
+            loss_of(each[0], step, rank).backward()
+        group[key] = change
+        before = [param.detach().clone() for param in model.parameters()]
+        words = rf"{key} must be set before backward .* with {key}=.*, but got {key}="
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+        assert all(map(torch.equal, before, model.parameters()))
+        group[key] = back
+        for each in pairs:
+            each[1].step()
+            each[1].param_groups[1]["lr"].mul_(0.9)  # as schedulers do, after the step
+    assert_equal(model, expected)
+    optimizer.zero_grad()
+    loss_of(model, 9, rank).backward()
+    rate.mul_(2)  # in place
+    with pytest.raises(RuntimeError, match="lr must be set before backward"):
+        optimizer.step()
+    rate.div_(2)
+    away.add_(1)
+    with pytest.raises(RuntimeError, match="away must be set before backward"):
+        optimizer.step()
+
+
 class SharedBlock(nn.Module):
     """One block in two re-entrant checkpoints, each of which is a backward of its own."""
 
@@ -410,6 +454,7 @@ CHECKS = [
     ("dtypes", check_dtypes, ()),
     ("reads", check_reads, ()),
     ("order", check_order, ()),
+    ("settings after backward", check_settings_after_backward, ()),
     *(
         (function.__name__.removeprefix("check_").replace("_", " "), function, ())
         for function in (

@@ -109,8 +109,8 @@ def test_collectives_of_one_step(fake_group, calls, reduce_gradients):
     padded = [bucket.flat.nbytes for bucket in optimizer.buckets]
     gathers = [("_allgather_base_", size) for size in padded]
     scatters = [("_reduce_scatter_base_", size) for size in reversed(padded)]
-    flags = [("allreduce_", 20)]
-    assert calls == (scatters + flags if reduce_gradients else []) + gathers
+    flags, settings = [("allreduce_", 20)], [("allreduce_", 8)]
+    assert calls == (scatters + flags if reduce_gradients else []) + settings + gathers
 
     numel = sum(p.numel() for p in model.parameters())
     padding = sum(bucket.plan.padding for bucket in optimizer.buckets) * 4
@@ -186,6 +186,7 @@ def test_a_dropped_optimizer_and_model_leave_no_memory(
     model(torch.ones(2, 64)).sum().backward()
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
+    optimizer.zero_grad()
     model(torch.ones(2, 64)).sum().backward()
     kept = [*model.parameters(), model, optimizer, *optimizer.buckets]
     kept += [bucket.flat for bucket in optimizer.buckets]

@@ -152,12 +152,9 @@ def fully_sharded_buffers(
     each. While the gradients of one unit are made, those of two more may be on their way.
 
     Args:
-        repeated: parameters of each repeated unit.
-        others: parameters of each other unit.
-        gathered: bytes of a gathered element.
-        reduced: bytes of a whole gradient's element.
-        prefetch: as given to the wrapper.
-        reshard_after_forward: as given to the wrapper.
+        repeated, others: parameters of each repeated unit, and of each other one.
+        gathered, reduced: bytes of a gathered element, and of a whole gradient's.
+        prefetch, reshard_after_forward: as given to the wrapper.
     """
     largest = max(repeated, default=0)
     turns = min(prefetch + 1, len(repeated)) * largest
@@ -182,11 +179,8 @@ def step_traffic(
     parameters twice, for forward and for backward, except those that stay gathered in between.
 
     Args:
-        numel: trainable parameters of the whole model.
-        world_size: data-parallel ranks.
-        stage: 0, 1, 2 or 3.
-        policy: bytes per element.
-        gathered_once: of them, how many stay gathered between forward and backward (stage 3):
+        numel, world_size, stage, policy: as for ``rank_memory``.
+        gathered_once: parameters that stay gathered between forward and backward (stage 3):
             all with ``reshard_after_forward=False``, else none.
 
     Raises:

@@ -158,8 +158,7 @@ def random_bits(grad: Tensor, step: Tensor) -> Tensor:
 def rounded(value: Tensor, noise: Tensor) -> Tensor:
     """fp32 values in bfloat16: up with the probability of the part that is cut off.
 
-    Args:
-        noise: int32, uniform in [0, 2^16). Infinities and NaN stay as they are.
+    ``noise`` is int32, uniform in [0, 2^16). Infinities and NaN stay as they are.
     """
     bits = value.view(torch.int32)
     bits = torch.where(value.isnan(), bits, bits + noise) & -0x10000

@@ -79,8 +79,6 @@ def plan_buckets(
 
     Args:
         numels: elements of each parameter.
-        world_size: number of ranks, at least 1.
-        partition: "flat" or "whole".
         bucket_numel: largest number of elements of a bucket, except that a parameter is never
             split over two buckets, and that a "whole" bucket grows until padding is small.
         first_numel: limit of the first "flat" bucket, whose gradients are the last that backward
@@ -122,9 +120,7 @@ def split_by_size(
 ) -> list[list[int]]:
     """Runs of neighbours, by position, each of at most ``limit`` in all or of one item.
 
-    Args:
-        first_limit: of the first run, if smaller; each further one may hold ``RAMP`` times as much
-            as all before it, up to ``limit``.
+    With ``first_limit``, that of the first run, each may hold ``RAMP`` times as much as all before.
     """
     runs: list[list[int]] = []
     room, before = 0.0, 0
@@ -158,14 +154,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def assign_owners(costs: Sequence[int], totals: list[int]) -> list[list[int]]:
-    """Divides items over ranks, most costly first, each to the rank with the lowest cost so far.
+    """Positions of each rank's items: most costly first, to the rank with the lowest cost so far.
 
-    Args:
-        costs: of each item.
-        totals: each rank's cost before, which breaks ties; this assignment is added.
-
-    Returns:
-        For every rank, the positions of its items, most costly first.
+    ``totals``, each rank's cost before, breaks ties; this assignment is added to it.
     """
     owned: list[list[int]] = [[] for _ in totals]
     loads = [0] * len(totals)

@@ -12,7 +12,8 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
 a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
-over None when it clips.
+over None when it clips. After the step it is a tensor of zeros until ``zero_grad()``, by which the
+next backward finds that this call was left out.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import Ranks, start_all_reduce
+from ddp_lite.ranks import Ranks, shortened, start_all_reduce
 from ddp_lite.reduce import Waitable
 from ddp_lite.transparent import temporarily
 from shard_optim.buckets import Bucket
 from shard_optim.communication import Communication, check_gradient
-from shard_optim.refused_gradient import PendingGradient, ReducedGradient
+from shard_optim.refused_gradient import REDUCED, PendingGradient, ReducedGradient
 
 # Packed gradients that may wait for the network before backward waits for them: enough to ride out
 # jitter between ranks, a small part of the memory of any model that needs sharding. At least two
@@ -59,16 +60,15 @@ class BucketReduction:
 
     def __post_init__(self) -> None:
         self.size = len(self.bucket.params)
-        self.words = self.bucket.describe("the reduce-scatter of gradients")
+        members = shortened(self.bucket.names, 1, " and ")
+        self.words = f"the reduce-scatter of gradients ({members})"
         self._packed, self._padding = self.bucket.packed, self.bucket.plan.padding
-        self.stand_in = StandIn(min(self.bucket.params, key=Tensor.numel))
+        numels = self.bucket.plan.numels
+        self.shown_at = numels.index(min(numels))
+        self.stand_in = StandIn(self.bucket.params[self.shown_at], self.bucket.names[self.shown_at])
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Gradients of all members in a new flat tensor, zeros for those that are None.
-
-        Returns:
-            Laid out like the bucket; what lies between members is unspecified.
-        """
+        """Gradients, zeros for None, in a new flat tensor that is laid out like the bucket."""
         bucket = self.bucket
         sources = [
             torch.zeros_like(param) if grad is None else grad
@@ -89,16 +89,6 @@ class BucketReduction:
         return flat
 
 
-@dataclass(eq=False)
-class _Flight:
-    """A launched reduce-scatter; ``packed`` must live until it has been awaited."""
-
-    reduction: BucketReduction
-    packed: Tensor
-    output: Tensor
-    work: Waitable | None
-
-
 class GradientReducer:
     """Hooks parameters and reduces their gradients bucket by bucket."""
 
@@ -110,7 +100,8 @@ class GradientReducer:
         self._reductions: list[BucketReduction] = []
         self._next = 0  # launched reductions of this pass, in launch order
         self.passes = 0  # over all buckets, since the last step
-        self._in_flight: deque[_Flight] = deque()
+        # Launched reduce-scatters: the bucket's, what must live until it was awaited, its output.
+        self._in_flight: deque[tuple[BucketReduction, Tensor, Tensor, Waitable | None]] = deque()
         self._bytes_in_flight = 0
         self._paused = False
         self._was_paused = False  # since the last step
@@ -140,6 +131,8 @@ class GradientReducer:
             if reducer is None or reducer._paused:
                 return
             if position in arrived:
+                for each in reducer._reductions:  # of a backward that ended in this error
+                    each.stand_in.check_zeroed()
                 reducer._heed_zero_grad()
                 reducer._finish_pass()
             arrived.add(position)
@@ -206,30 +199,25 @@ class GradientReducer:
             param.grad = None
         reduction.stand_in.show()
         if self._ranks.size == 1 or bucket.plan.chunk == 0:
-            self._in_flight.append(_Flight(reduction, packed, packed, None))
+            self._in_flight.append((reduction, packed, packed, None))
             return
         output = torch.empty_like(bucket.owned)
         start = self._communication.reduce_scatter
         work = self._ranks.together(reduction.words, start, [output], [packed])
-        self._in_flight.append(_Flight(reduction, packed, output, work))
+        self._in_flight.append((reduction, packed, output, work))
 
     def _land(self) -> None:
         """Awaits the oldest reduce-scatter (on CUDA the stream does) and lets its buffer go."""
-        flight = self._in_flight.popleft()
-        self._bytes_in_flight -= flight.packed.nbytes
-        if flight.work is not None:
-            self._ranks.call(flight.reduction.words, flight.work.wait)
-        if flight.reduction.shard is None:
-            flight.reduction.shard = flight.output
-        else:
-            flight.reduction.shard.add_(flight.output)
+        reduction, packed, output, work = self._in_flight.popleft()
+        self._bytes_in_flight -= packed.nbytes
+        if work is not None:
+            self._ranks.call(reduction.words, work.wait)
+        reduction.shard = output if reduction.shard is None else reduction.shard.add_(output)
 
     def finish(self) -> None:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
-        Raises:
-            RuntimeError: if gradients are left that no pass covered, or were dropped after a pass.
-            CollectiveError: if a peer died or timed out.
+        RuntimeError if gradients are left that no pass covered, or were dropped after a pass.
         """
         self._heed_zero_grad()
         if self._dropped and not self.active:
@@ -304,16 +292,23 @@ class GradientReducer:
         self._dropped = any(r.shard is not None for r in self._reductions) or bool(self._in_flight)
         self.discard()
 
-    def discard(self) -> None:
-        """Forgets all gradients reduced since the last step."""
+    def discard(self, *, used: bool = False) -> None:
+        """Forgets all gradients reduced since the last step.
+
+        Args:
+            used: whether a step has used them, so that ``zero_grad()`` must come before backward.
+        """
         self._was_paused = self._paused
         while self._in_flight:
             self._land()
         for reduction in self._reductions:
             reduction.arrived.clear()
+            if used and reduction.shown_at in reduction.present:
+                reduction.stand_in.use_up()
+            else:
+                reduction.stand_in.remove()
             reduction.present.clear()
             reduction.shard = None
-            reduction.stand_in.remove()
         self._next = self.passes = 0
 
 
@@ -323,18 +318,19 @@ class GradientReducer:
 class StandIn:
     """The stand-in of one parameter's gradient."""
 
-    def __init__(self, param: Tensor) -> None:
+    def __init__(self, param: Tensor, name: str) -> None:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
-        zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self.param = param
-        self._grad = zeros.expand(param.shape).as_subclass(ReducedGradient)
-        self.shown = False  # between ``show`` and ``remove``
+        self._zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
+        self.param, self._name = param, name
+        self._grad = self._zeros.expand(param.shape).as_subclass(ReducedGradient)
+        self.shown = False  # between ``show`` and ``use_up`` or ``remove``
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
         self_if_alive = weakref.ref(self)
 
         def before_gradient(_grads: object) -> None:
             if (self := self_if_alive()) is not None and self.param.grad is self._grad:
+                self.check_zeroed()
                 self.remove()  # autograd would add to it
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
@@ -344,12 +340,31 @@ class StandIn:
     def show(self) -> None:
         """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
         self.param.grad, self.shown = self._grad, True
+        self._grad.refusal = REDUCED
+
+    def use_up(self) -> None:
+        """Makes it zeros that may be read; call it when a step has used the reduced gradient."""
+        self.param.grad, self.shown = self._grad, False
+        self._grad.refusal, self._version = "", self._zeros._version
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
         self.shown = False
-        if type(self.param.grad) is ReducedGradient:
+        if self.param.grad is self._grad:
             self.param.grad = None
+
+    __del__ = remove  # nobody else would
+
+    def check_zeroed(self) -> None:
+        """Raises RuntimeError if a step has used it and nothing has removed or zeroed it since."""
+        used = self.param.grad is self._grad and not self._grad.refusal
+        if used and self._zeros._version == self._version:
+            raise RuntimeError(
+                "zero_grad() must come between step() and the next backward under "
+                f"reduce_gradients=True, but {self._name} still has the gradient that the step "
+                "used up, to which a plain optimizer would add. Call zero_grad() before backward; "
+                "to accumulate gradients, step after the last backward only."
+            )
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

@@ -27,7 +27,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from ddp_lite.ranks import MEBIBYTE, Ranks
+from ddp_lite.ranks import MEBIBYTE, Ranks, shortened
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_plan import BucketPlan, Partition, plan_buckets
 from shard_optim.communication import Communication
@@ -66,7 +66,6 @@ class Bucket:
     Args:
         params: the members, in the plan's order; one dtype, one device.
         indices: each member's number over all groups.
-        plan: where the members lie.
         shaped: whether shards keep their parameter's shape ("whole").
     """
 
@@ -81,26 +80,24 @@ class Bucket:
         communication: Communication,
         ranks: Ranks,
     ) -> None:
-        self.params = list(params)
-        self.indices = list(indices)
-        self.names = list(names)
+        self.params, self.indices, self.names = list(params), list(indices), list(names)
         self.plan = plan
-        self.rank = ranks.rank
-        self._ranks = ranks
-        self._communication = communication
-        self.dtype = self.params[0].dtype
-        self.device = self.params[0].device
+        self._ranks, self._communication = ranks, communication
+        rank, self.dtype, self.device = ranks.rank, params[0].dtype, params[0].device
         # The buffer, shape (world_size * chunk,).
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
         # This rank's range of it, shape (chunk,).
-        self.owned = self.flat.narrow(0, self.rank * plan.chunk, plan.chunk)
+        self.owned = self.flat.narrow(0, rank * plan.chunk, plan.chunk)
         self.shards: list[Shard] = []  # this rank's parts of the members, in the plan's order
         self.places: list[Place] = []  # where the state of each member lies
         self._gather: Waitable | None = None
-        self._gather_words = self.describe("the all-gather of updated parameters")
+        members = shortened(self.names, 1, " and ")
+        self._gather_words = f"the all-gather of updated parameters ({members})"
         for position, (param, name) in enumerate(zip(params, names, strict=True)):
-            offset, span = plan.offsets[position], plan.span(position, self.rank)
-            self._adopt(param, offset)
+            offset, span = plan.offsets[position], plan.span(position, rank)
+            adopted = self.flat.as_strided(param.size(), param.stride(), offset)
+            adopted.copy_(param.detach())
+            param.data = adopted
             first, count = span or (0, 0)
             # A number stays a number, so that its state has the shape a full state dict has.
             keep_shape = shaped or param.ndim == 0
@@ -109,17 +106,10 @@ class Bucket:
             place = Place(name, param.size(), param.stride(), span, form)
             self.places.append(place)
             if span is not None:
-                begin = offset + first - self.rank * plan.chunk
-                index = self.indices[position]
+                begin, index = offset + first - rank * plan.chunk, self.indices[position]
                 shard = Shard(param=param, index=index, place=place, begin=begin, view=view)
                 self.shards.append(shard)
         self._addresses = [param.data_ptr() for param in self.params]
-
-    def _adopt(self, param: Tensor, offset: int) -> None:
-        """Moves the parameter's values into the flat buffer, keeping its shape and strides."""
-        view = self.flat.as_strided(param.size(), param.stride(), offset)
-        view.copy_(param.detach())
-        param.data = view
 
     def check_storage(self) -> None:
         """Raises RuntimeError for a parameter that is no longer a view of the buffer."""
@@ -134,11 +124,6 @@ class Bucket:
             f"{param.dtype} on {param.device} now). Convert the model first, with model.to(...), "
             "and construct the optimizer then, and only one over these parameters"
         )
-
-    def describe(self, what: str) -> str:
-        """``what`` and this bucket in words, for errors."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"{what} ({self.names[0]}{more})"
 
     @property
     def packed(self) -> bool:
@@ -166,15 +151,7 @@ class Bucket:
 
 
 class Placement:
-    """Puts trainable parameters into buckets, and remembers which are frozen.
-
-    Args:
-        bucket_size_mb: size of a bucket in MB (1024² bytes); None chooses by the model's size,
-            and begins with smaller ones.
-
-    Raises:
-        ValueError: for an unknown partition, or a size that is not positive and finite.
-    """
+    """Puts trainable parameters into buckets, and remembers which are frozen."""
 
     def __init__(self, partition: Partition, bucket_size_mb: float | None) -> None:
         if partition not in PARTITIONS:
@@ -195,11 +172,7 @@ class Placement:
     def place(
         self, groups: Groups, added: Iterable[int], communication: Communication, ranks: Ranks
     ) -> list[Bucket]:
-        """Makes buckets for added parameters, and for frozen ones that have become trainable.
-
-        Returns:
-            The new buckets, the same on every rank.
-        """
+        """Makes the same buckets on every rank for added and for now trainable parameters."""
         params = all_params(groups)
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
         candidates, self.frozen = [*self.frozen, *added], []
@@ -213,16 +186,17 @@ class Placement:
             numels = [params[index].numel() for index in members]
             for plan in self._plan(numels, dtype, ranks.size):
                 chosen = [members[position] for position in plan.members]
-                bucket = Bucket(
-                    [params[index] for index in chosen],
-                    indices=chosen,
-                    names=[name_of(groups, index) for index in chosen],
-                    plan=plan,
-                    shaped=self._partition == "whole",
-                    communication=communication,
-                    ranks=ranks,
+                made.append(
+                    Bucket(
+                        [params[index] for index in chosen],
+                        indices=chosen,
+                        names=[name_of(groups, index) for index in chosen],
+                        plan=plan,
+                        shaped=self._partition == "whole",
+                        communication=communication,
+                        ranks=ranks,
+                    )
                 )
-                made.append(bucket)
         self.buckets += made
         return made
 
@@ -296,7 +270,6 @@ class ForwardWaits:
 
     Args:
         module: the root, after every ``compile()`` of a module in it.
-        wait_all: waits for every all-gather.
         hook_gradients: whether every gradient calls ``check_read``; else somebody else does.
     """
 
@@ -356,11 +329,7 @@ class ForwardWaits:
         self.pending = False
 
     def check_read(self, params: Iterable[Tensor]) -> None:
-        """Call with parameters that received gradients, during the backward that made them.
-
-        Raises:
-            RuntimeError: if a module read one of them without being called, so without waiting.
-        """
+        """RuntimeError if one of these got a gradient although its module was not called."""
         if self.pending and self.unread:
             for param in params:
                 if id(param) in self.unread:

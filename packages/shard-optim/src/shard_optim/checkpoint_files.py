@@ -106,8 +106,7 @@ def write_folder(
         folder: the same on every rank. It must not hold a checkpoint.
         rows: this rank's parts of tensors, by key; together, the ranks give each tensor once.
         values: what ``encode`` accepts, by key. The first rank that gives a key counts.
-        rank: of this process among those that write.
-        gather: given words for errors and a value, returns every rank's.
+        gather: as for ``on_every_rank``.
     """
     words = "saving a checkpoint"
 
@@ -154,12 +153,7 @@ def agreed(
 
 
 def write_file(folder: Path, rank: int, rows: Mapping[str, Row]) -> dict[str, list[Any]]:
-    """Writes one rank's file.
-
-    Returns:
-        By key the dtype and shape of a tensor, and the fields of its ``Part``: without their names,
-        because ranks exchange this.
-    """
+    """Writes one rank's file; gives by key the dtype, shape and fields of a tensor's ``Part``."""
     plan: dict[str, list[Any]] = {}
     name, container = f"__{rank}_0.distcp", io.BytesIO()
     with (folder / name).open("wb") as file:
@@ -234,11 +228,7 @@ def _torch_metadata(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, Any], str]:
-    """The description of a checkpoint.
-
-    Returns:
-        Tensors by key, small values by key, and an identity, the same for two ranks exactly if they
-        have read the same description.
+    """Tensors and small values of a checkpoint, by key, and a digest of what was read.
 
     Raises:
         FileNotFoundError: if the folder holds no complete checkpoint.
@@ -293,9 +283,7 @@ def _damaged(path: Path, reason: object) -> ValueError:
 def _read(path: Path, offset: int = 0, length: int | None = None) -> bytearray:
     """Bytes of a regular file, which is opened without waiting; by default all of a small one.
 
-    Raises:
-        FileNotFoundError: naming the file, which a rank of the run that saved has written.
-        ValueError: for a pipe, a device or anything else that may have no end, or too few bytes.
+    ValueError for a pipe, a device or anything else that may have no end, or for too few bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

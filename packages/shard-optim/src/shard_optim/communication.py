@@ -27,10 +27,7 @@ class CollectiveError(PeerFailureError):
 def traced(what: str, unit: str) -> AbstractContextManager[object]:
     """A named range in the trace of a running profiler; without a profiler, nothing.
 
-    Args:
-        what: ``all_gather``, ``wait_for_all_gather`` or ``reduce_scatter``. Tools that look for
-            late gathers know these names.
-        unit: name of the parameters that are moved.
+    Tools know ``what``: ``all_gather``, ``wait_for_all_gather`` or ``reduce_scatter``.
     """
     if not torch._C._autograd._profiler_enabled():  # a range costs microseconds even then
         return _NO_RANGE
@@ -158,9 +155,7 @@ def resolve_communication(
 ) -> Communication:
     """The named or given communication, or the collectives of the group. Collective if named.
 
-    Raises:
-        TypeError: if it has no group.
-        ValueError: if it is for other ranks, or these cannot copy from each other.
+    TypeError if it has no group; ValueError for other ranks, or if these cannot copy.
     """
     if communication is None:
         return GroupCollectives(ranks)
@@ -194,13 +189,10 @@ def check_first_step(
     """Compares the norms of weights and gradients over the ranks, by one all-reduce. Collective.
 
     Otherwise ranks would update shards of different models, or each its shard with its own
-    gradients.
+    gradients. RuntimeError on every rank, naming the first parameter that differs.
 
     Args:
         gradients: whether their dense gradients must have been averaged already.
-
-    Raises:
-        RuntimeError: on every rank, naming the first parameter that differs.
     """
     numbers = [index for index, param in enumerate(params) if param.numel()]
     if ranks.size == 1 or not numbers:

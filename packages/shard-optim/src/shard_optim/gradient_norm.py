@@ -50,9 +50,6 @@ def clip_sharded_(
 
     Args:
         grads: this rank's shards; every element of the gradients is in one rank's shards.
-        max_norm: largest norm allowed.
-        norm_type: p of the p-norm, positive.
-        ranks: that hold the shards.
         device: where the group's back end can reduce a number.
         replicated: gradients that all ranks hold whole and equal; scaled everywhere, counted once.
 
@@ -84,18 +81,16 @@ def clip_sharded_(
 class ShardedGradScaler(GradScaler):
     """``torch.amp.GradScaler`` for sharded gradients: all ranks skip a step, or none does.
 
-    It serves ``ShardedOptimizer``, and any optimizer over the parameters of a
-    ``FullyShardedDataParallel``.
-
-    Unscaling looks at this rank's gradient shards and takes the maximum over ranks of whether any
-    was not finite: one all-reduce of one number. Other optimizers are handled as by the base class.
+    Unscaling looks at this rank's gradient shards of a ``ShardedOptimizer``, or of any optimizer
+    over the parameters of a ``FullyShardedDataParallel``, and takes the maximum over ranks of
+    whether any was not finite. Other optimizers are handled as by the base class.
     """
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         known = watched(optimizer)
-        if known is not None and known.updates_units:
+        if known is not None and known.before_step is not None:
             raise RuntimeError(USED.format("unscale_"))
         ranks: Ranks | None = getattr(optimizer, "ranks", None)
         if ranks is not None and hasattr(optimizer, "local_gradients"):  # a ShardedOptimizer

@@ -32,11 +32,7 @@ class Mesh:
         shards: the group of ranks that together hold every parameter once.
         replicas: that of the ranks that hold the same shard as this one; None if there is no other.
         everyone: all of them, by their numbers in the default group.
-        device: where collectives run.
-        owner: name of the class that is being constructed, for errors.
-
-    Attributes:
-        shards, replicas: with names for their failures.
+        device, owner: as for ``Ranks``.
     """
 
     def __init__(
@@ -120,9 +116,7 @@ def attempt(call: Callable[[], Any]) -> list[Any]:
 def outcomes(what: str, attempts: Sequence[Sequence[Any]]) -> list[Any]:
     """What each rank's attempt returned. Every rank has the same attempts, so all raise or none.
 
-    Raises:
-        CollectiveError: if a rank raised; an error of arguments or files that all ranks that raised
-            have in common is raised as it is.
+    Errors of arguments or files that failed ranks have in common are raised, else CollectiveError.
     """
     failed = {rank: (kind, text) for rank, (kind, text, _) in enumerate(attempts) if kind}
     for known in (FileExistsError, FileNotFoundError, TypeError, ValueError):
@@ -144,9 +138,7 @@ def on_every_rank(
 ) -> list[Any]:
     """Runs ``call`` on every rank; returns all results, or raises on all as ``outcomes`` does.
 
-    Args:
-        call: returns what ``encode`` accepts.
-        gather: given words for errors and a JSON value, returns every rank's.
+    ``gather``, given words for errors and a JSON value, returns every rank's.
     """
     return outcomes(what, gather(what, attempt(call)))
 
@@ -154,10 +146,7 @@ def on_every_rank(
 def resolve_mesh(process_group: Any, *, device: torch.device, owner: str) -> Mesh:
     """The ranks of a group, of a mesh of one or two dimensions, or of the default group.
 
-    Raises:
-        RuntimeError: if there is no process group.
-        TypeError: if ``process_group`` is something else, such as a group without this rank.
-        ValueError: for a mesh of more dimensions.
+    RuntimeError without a process group; TypeError or ValueError for what is none of these.
     """
     if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh, type(None))):
         raise TypeError(

@@ -31,16 +31,12 @@ def offloaded(optimizer_cls: type[Optimizer], *, chunk_size_mb: float = 64) -> t
     """A subclass whose state rests in host memory between steps, with the same results bit for bit.
 
     For parameters on one device: ``ShardedOptimizer(offload_state=True)`` updates its shards by it,
-    after ``check_offload``. State dicts and checkpoints are those of the class. Only state with
-    more than one element travels; counts of steps stay where the class keeps them.
-
-    Args:
-        optimizer_cls: a class that updates each parameter independently of the others.
-        chunk_size_mb: parameters that are updated at once, in MB (1024² bytes); a larger parameter
-            is a chunk of its own.
+    ``chunk_size_mb`` (1024² bytes) at once, after ``check_offload``. State dicts and checkpoints
+    are those of the class. Only state with more than one element travels; counts of steps stay
+    where the class keeps them.
     """
-    settings = {"_chunk_bytes": chunk_size_mb * MEBIBYTE}
-    return type(optimizer_cls.__name__, (_Offloaded, optimizer_cls), settings)
+    size = {"_chunk_bytes": chunk_size_mb * MEBIBYTE}
+    return type(optimizer_cls.__name__, (_Offloaded, optimizer_cls), size)
 
 
 class _Offloaded(Optimizer):
@@ -69,7 +65,7 @@ class _Offloaded(Optimizer):
     def step(self, closure: None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient; ``kwargs`` are for the class's ``step``."""
         groups, self._stepping = self.param_groups, True
-        changed = [settings_of(group) for group in groups]
+        changed = list(map(settings_of, groups))
         try:
             for chunk in self._chunks():
                 self._step_chunk(groups, chunk, changed, kwargs)
@@ -169,9 +165,8 @@ def check_offload(kwargs: Mapping[str, Any]) -> None:
 class _Copies:
     """Copies of state in both directions, each on a stream of its own.
 
-    State on the device is allocated and freed in the order of the current stream, which waits for
-    its copy first. During a step that happens one chunk later, so that the wait costs nothing. The
-    memory thus does not depend on how far the host runs ahead.
+    The current stream frees state on the device after its copy, a chunk later, when the wait costs
+    nothing: memory does not depend on how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -182,10 +177,7 @@ class _Copies:
         self._leaving: deque[tuple[torch.cuda.Event, list[Tensor]]] = deque()
 
     def let_go(self, keep: int) -> None:
-        """Frees the state of all but the last ``keep`` chunks on the device.
-
-        The current stream waits until it has been stored.
-        """
+        """Frees all but the last ``keep`` chunks' state, when the current stream has stored it."""
         while len(self._leaving) > keep:
             stored, _ = self._leaving.popleft()
             torch.cuda.current_stream(self._device).wait_event(stored)

@@ -30,6 +30,7 @@ from shard_optim.communication import (
 from shard_optim.fully_sharded.own_shards import OwnShards
 from shard_optim.fully_sharded.whole_matrix import WholeMatrices
 from shard_optim.gradient_norm import check_clipping, clip_sharded_
+from shard_optim.history import LateComparison
 from shard_optim.kept_moments import by_value
 from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
@@ -40,11 +41,17 @@ from shard_optim.origin import (
     check_loaded,
     describe,
     say_once,
-    settings_in,
     sharded_in,
     sharded_of,
 )
-from shard_optim.parameter_groups import all_params, as_groups, by_number, describe_groups, name_of
+from shard_optim.parameter_groups import (
+    all_params,
+    as_groups,
+    by_number,
+    describe_groups,
+    name_of,
+    settings_in,
+)
 from shard_optim.place import check_layout
 from shard_optim.shard_update import MASTER, LocalOptimizer, settings_of
 
@@ -106,12 +113,11 @@ class ShardedOptimizer(Optimizer):
     the model to its device and dtype. A parameter that is frozen at construction takes no space
     in them until the first step that finds it trainable.
 
-    Over the parameters of a ``FullyShardedDataParallel`` (stage 3), the model has averaged the
-    gradients and gathers the updated shards itself. What is left are two options beside the plain
-    class, which treats shards element by element: ``offload_state=True``, and ``partition="whole"``
-    for matrices. With that each matrix has an owner, which gets its values and gradients from all
-    ranks in ``step``, updates it whole, and hands the shards back; owners are balanced by the cost
-    of an orthogonalisation. Clip by the model's ``clip_grad_norm_``.
+    Over the parameters of a ``FullyShardedDataParallel`` (stage 3), which averages gradients and
+    gathers updated shards itself, two options are left: ``offload_state=True``, and
+    ``partition="whole"`` for matrices. With that each matrix has an owner, which gets its values
+    and gradients from all ranks in ``step``, updates it whole, and hands the shards back. Clip by
+    the model's ``clip_grad_norm_``.
 
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs, or groups of either.
@@ -133,7 +139,6 @@ class ShardedOptimizer(Optimizer):
             needs ``attach(module)`` before the first step.
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
-            At stage 3 with "flat" only.
         communication: what reduce-scatters gradients and gathers parameters, in place of the
             process group's own collectives: "peer-copy" for copies between the GPUs of one host,
             or an object for the same group.
@@ -198,6 +203,10 @@ class ShardedOptimizer(Optimizer):
             remedy='Pass partition="whole".' if partition == "flat" else None,
         )
         super().__init__(groups, default_settings(optimizer_cls, settings_of(groups[0]), kwargs))
+        if not self.all_params():
+            raise ValueError(
+                "params must hold at least one parameter, but got none. Pass model.parameters()."
+            )
         over = sharded_in(self.param_groups)
         self._over_shards = self._first_step_checked = over is not None
         if over is None:
@@ -227,6 +236,7 @@ class ShardedOptimizer(Optimizer):
         self.rank, self.world_size = self.ranks.rank, self.ranks.size
         self._communication = moves = resolve_communication(communication, self.ranks)
         self._reducer = GradientReducer(moves, self.ranks) if reduce_gradients else None
+        self._comparison = LateComparison(self.mesh, self.ranks.device)
         if over is None:
             self._agree(self.param_groups)
             self._place(range(len(self.all_params())))
@@ -358,6 +368,7 @@ class ShardedOptimizer(Optimizer):
             RuntimeError: if a parameter is no longer in the memory that is updated; at the first
                 step also, on every rank, if ranks have different weights, or different gradients
                 that a wrapper should have averaged.
+            StepMismatchError: on every rank, if another one steps otherwise; over NCCL later.
             CollectiveError: if a peer died or timed out.
         """
         loss = None
@@ -365,17 +376,20 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._reduce_gradients()  # 1. reduce
-        if self.ranks.has_own_connections and not self._over_shards:  # where a backward compares
+        if self.ranks.size > 1 and not self._over_shards:  # where a backward compares
             passes = 0 if self._reducer is None else self._reducer.passes
-            words = f"a step after {passes} reductions, with {settings_in(self)}"
-            self.ranks.together(words, lambda: None)
+            words = f"a step after {passes} reductions, with {settings_in(self.param_groups)}"
+            if self.ranks.has_own_connections:
+                self.ranks.together(words, lambda: None)
+            else:
+                self._comparison.exchange(f"made {words}")
         self._collected = False
         self._steps += 1
         self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         if self._reducer is not None:
-            self._reducer.discard()
+            self._reducer.discard(used=True)
             self._used_up = True
         if self._waits is None:
             self.wait()
@@ -425,7 +439,8 @@ class ShardedOptimizer(Optimizer):
             self.local.take_gradients()
         elif isinstance(self.local, LocalOptimizer):
             unused = self._reducer.unused()
-            if self._used_up and len(unused) == sum(len(bucket.params) for bucket in self.buckets):
+            members = sum(len(bucket.params) for bucket in self.buckets)
+            if self._used_up and 0 < members == len(unused):
                 self._reducer.discard()
                 raise RuntimeError(
                     "a step must follow a backward, but no rank has a gradient since the last step "
@@ -501,9 +516,8 @@ class ShardedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their norm over all parameters is at most ``max_norm``.
 
-        One number is all-reduced. Every rank calls this, after backward and before ``step``, which
-        uses the scaled gradients; ``param.grad``, where it still exists, is left in an unspecified
-        state. With ``GradScaler``, unscale first.
+        Every rank calls this, after backward and before ``step``, which uses the scaled gradients;
+        ``param.grad``, where it still exists, is left in an unspecified state. Unscale first.
 
         Args:
             max_norm: largest norm allowed.

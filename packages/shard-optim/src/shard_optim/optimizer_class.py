@@ -9,8 +9,9 @@ must come out. Every stage asks here, and says in its own words what to do inste
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -53,7 +54,7 @@ def check_update(
     where: str,
     remedy: str | None,
 ) -> None:
-    """Refuses a class whose update of an element depends on elements that a rank does not hold.
+    """ValueError for a class whose update of an element needs elements that a rank does not hold.
 
     A class that cannot be tried, because it needs a closure or certain shapes, is let through;
     ``check_elementwise_state`` and ``GradientShard`` may still find it.
@@ -61,9 +62,6 @@ def check_update(
     Args:
         where: the place that needs such a class, for errors.
         remedy: for one that looks at whole parameters; None if it is given whole ones.
-
-    Raises:
-        ValueError: naming the remedy.
     """
     name = optimizer_cls.__name__
     if issubclass(optimizer_cls, SHAPE_DEPENDENT):
@@ -92,9 +90,7 @@ def _try(
     matrix = torch.linspace(-1, 2, 12, device="cpu").view(3, 4)
     vector = torch.linspace(0.5, -2, 8, device="cpu")
 
-    def update(*tensors: Tensor) -> Tensor:
-        return _updated(optimizer_cls, tensors, without_flags(settings), kwargs)
-
+    update = functools.partial(_updated, optimizer_cls, without_flags(settings), kwargs)
     try:
         together = update(matrix, vector)
         alone = torch.cat([update(matrix), update(vector)])
@@ -118,9 +114,9 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _updated(
     optimizer_cls: type[Optimizer],
-    tensors: Sequence[Tensor],
     settings: Mapping[str, Any],
     kwargs: Mapping[str, Any],
+    *tensors: Tensor,
 ) -> Tensor:
     """All elements after two steps, whose gradients depend on nothing but each element's value."""
     params = [torch.nn.Parameter(tensor.clone()) for tensor in tensors]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
@@ -30,7 +30,7 @@ from ddp_lite.ranks import Ranks
 from shard_optim.history import History
 from shard_optim.mesh import Mesh
 from shard_optim.optimizer_class import arguments_of, check_class, check_update
-from shard_optim.parameter_groups import Groups, all_params, as_text
+from shard_optim.parameter_groups import Groups, all_params, settings_in
 from shard_optim.place import SHARDED, Place
 from shard_optim.refused_gradient import GradientShard
 
@@ -110,10 +110,7 @@ def places_of(params: Iterable[tuple[Any, Tensor]]) -> dict[Any, Place]:
 
 
 def difference(given: Any, own: Mapping[str, Any]) -> str | None:
-    """How the origin of what is loaded differs from this rank's, or None.
-
-    Parts that were saved before parts had a stage and a version are compared without these.
-    """
+    """How the origin of what is loaded differs from this rank's in what both tell, or None."""
     if not isinstance(given, Mapping) or not {"rank", "world_size"} <= set(given):
         return "it does not say which rank's part it is"
     if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
@@ -139,14 +136,12 @@ def check_loaded(
     """Compares the origins of what is loaded with this rank's own, and over the ranks. Collective.
 
     Args:
-        ranks: that load.
         parts: pairs of the origin of what is loaded and of this rank's.
         problem: another reason why this rank may not load it, if there is one.
         version: of what is loaded, if it is no part.
 
     Raises:
         ValueError: on every rank, naming the first rank whose state does not fit.
-        CollectiveError: if a peer died or timed out.
     """
     found = None
     for given, own in parts:
@@ -166,13 +161,7 @@ def check_loaded(
 
 
 def say_once(told: Any, what: str, ranks: Mesh) -> None:
-    """Logs, the first time that a part is taken out of ``told``, that it is a part.
-
-    Args:
-        told: the optimizer or module; it remembers that it was said.
-        what: ``model`` or ``optimizer``.
-        ranks: that hold the parts.
-    """
+    """Logs, the first time that a part is taken out of an optimizer or module, that it is one."""
     if ranks.shards.size > 1 and not getattr(told, "_part_was_named", False):
         told._part_was_named = True
         _log.warning(
@@ -209,7 +198,8 @@ class Watched:
     def __init__(self, optimizer: Optimizer, sharded: Sharded) -> None:
         self.steps = 0  # that it has begun
         self.sharded = sharded  # of its first parameter that belongs to a sharded model
-        self.updates_units = False  # in backward, by ``update_in_backward``
+        # Called with the arguments of ``step`` where ``update_in_backward`` updates units.
+        self.before_step: Callable[[Any, Any], None] | None = None
         self.in_update = False  # such an update is under way
         # It is a ``ShardedOptimizer``, which does so and has tried its class already.
         self.tells_origin = bool(getattr(optimizer, "tells_origin", False))
@@ -306,7 +296,7 @@ def watched(optimizer: Optimizer) -> Watched | None:
     return _watched[optimizer]
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = watched(optimizer)
     if known is None or known.in_update:
         return
@@ -317,20 +307,10 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             "outputs hide their tensors, so gradients are this rank's own and not averaged yet. "
             "Call step() after backward, and finish_gradient_synchronization() if they are hidden."
         )
+    if known.before_step is not None:
+        known.before_step(args, kwargs)
     if known.steps == 0:
         known.check_first(optimizer)
     known.steps += 1
-    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {settings_in(optimizer)}")
-
-
-def settings_in(optimizer: Optimizer) -> str:
-    """The hyperparameters of all groups, without tensors on a GPU, which would have to be read."""
-    groups = [
-        ", ".join(
-            f"{key}={as_text(value)}"
-            for key, value in sorted(group.items())
-            if key not in ("params", "param_names") and not getattr(value, "is_cuda", False)
-        )
-        for group in optimizer.param_groups
-    ]
-    return "; ".join(dict.fromkeys(groups))
+    settings = settings_in(optimizer.param_groups)
+    known.sharded.history.note(f"stepped {type(optimizer).__name__} with {settings}")

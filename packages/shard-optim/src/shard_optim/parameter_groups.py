@@ -42,12 +42,7 @@ def as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
             f"params must be an iterable of parameters or groups, but got {got}. Pass {remedy}."
         )
     items = list(params)
-    if not items:
-        raise ValueError(
-            "params must hold at least one parameter, but got an empty list. "
-            "Pass model.parameters()."
-        )
-    if not isinstance(items[0], dict):
+    if not items or not isinstance(items[0], dict):
         return [{"params": items}]
     return [dict(group) for group in items]
 
@@ -66,6 +61,28 @@ def as_text(setting: Any) -> str:
     if isinstance(setting, (list, tuple)):
         return f"({', '.join(map(as_text, setting))})"
     return str(setting).removesuffix(".0")
+
+
+def in_words(group: Mapping[str, Any], *, identities: bool = False) -> dict[str, str]:
+    """A group's hyperparameters in words.
+
+    Tensors on a GPU, where a reader would wait, are left out, or told by ``identities``.
+    """
+    words = {}
+    for key in sorted(group.keys() - {"params", "param_names"}):
+        parts = group[key] if isinstance(group[key], (list, tuple)) else (group[key],)
+        away = [t for t in parts if isinstance(t, Tensor) and t.device.type != "cpu"]
+        if identities or not away:
+            names = [f"tensor {id(t):x} after {t._version} changes" for t in away]
+            words[key] = ", ".join(names) or as_text(group[key])
+    return words
+
+
+def settings_in(groups: Groups) -> str:
+    """The hyperparameters of all groups, without tensors on a GPU."""
+    settings = [[*in_words(group).items()] for group in groups]
+    texts = [", ".join(f"{key}={words}" for key, words in group) for group in settings]
+    return "; ".join(dict.fromkeys(texts))
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]], *, first: int) -> list[str]:

@@ -122,7 +122,8 @@ class GradientShard(Tensor):
 class ReducedGradient(GradientShard):
     """Stands for a gradient that is elsewhere, or has been used: its values cannot be read."""
 
-    refusal = REDUCED  # the error's text, with {} for the name of a function
+    # The error's text, with {} for the name of a function; empty for one that may be read.
+    refusal = REDUCED
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,8 +132,11 @@ class ReducedGradient(GradientShard):
         if compiling or getattr(func, "__name__", None) == "__get__":
             return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
         given = pytree.tree_leaves((args, kwargs))
-        refusal = next(each.refusal for each in given if isinstance(each, ReducedGradient))
-        raise RuntimeError(refusal.format(getattr(func, "__name__", func)))
+        refusals = [each.refusal for each in given if isinstance(each, ReducedGradient)]
+        if any(refusals):
+            raise RuntimeError(max(refusals).format(getattr(func, "__name__", func)))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
 
 
 class PendingGradient(ReducedGradient):

@@ -73,11 +73,7 @@ class FusedShard:
             self.tensor.copy_(torch.where(rounded == self.base, self.tensor, self.base))
 
     def give_gradient(self, grad: Tensor) -> None:
-        """Sets the gradient: a view of ``grad``, or a copy in the master's dtype.
-
-        Args:
-            grad: one value per element, in memory order; one-dimensional.
-        """
+        """Sets the gradient, from a vector in memory order: a view, or a copy in another dtype."""
         if self.base.ndim != 1:
             grad = grad.as_strided(self.base.size(), self.base.stride())
         self.tensor.grad = in_dtype(grad, self.tensor.dtype)
@@ -107,21 +103,15 @@ class FusedShard:
         }
 
     def joined_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """Its state from its shards' states, or None if they cannot be one state.
-
-        Args:
-            states: of each shard; empty where a shard has none.
-        """
+        """Its state from that of each shard, empty for none; None if they cannot be one state."""
         first = states[0]
         if any(state.keys() != first.keys() for state in states):
             return None
         joined: dict[str, Any] = {}
         for key, value in first.items():
             values = [state[key] for state in states]
-            if all(
-                isinstance(v, Tensor) and v.shape == shard.view.shape
-                for v, shard in zip(values, self.shards, strict=True)
-            ):
+            shapes = [shard.view.shape for shard in self.shards]
+            if shapes == [getattr(each, "shape", None) for each in values]:
                 joined[key] = torch.cat(values)
             elif all(_equal(value, other) for other in values[1:]):
                 joined[key] = value
@@ -185,10 +175,6 @@ class LocalOptimizer:
         make: called with groups and ``kwargs``, makes an optimizer of some shards.
         merge: whether neighbouring shards may be updated as one tensor, which needs their
             gradients in one piece too.
-        master_dtype: dtype of the copies that are updated in place of lower-precision parameters.
-
-    Raises:
-        ValueError: if ``master_dtype`` is no floating-point dtype.
     """
 
     def __init__(
@@ -208,11 +194,8 @@ class LocalOptimizer:
                 f"{master_dtype!r}. Pass torch.float32."
             )
         self.step_groups: list[StepGroup] = []
-        self._make = make
-        self._partition = partition
-        self._merge = merge
-        self._master_dtype = master_dtype
-        self._kwargs = kwargs
+        self._make, self._kwargs = make, kwargs
+        self._partition, self._merge, self._master_dtype = partition, merge, master_dtype
 
     def add(self, groups: Groups, buckets: Sequence[Bucket]) -> None:
         """Adds this rank's shards of new buckets."""
@@ -262,11 +245,7 @@ class LocalOptimizer:
         return fused
 
     def update(self, groups: Groups, **kwargs: Any) -> Iterator[Bucket]:
-        """Updates this rank's shards; yields each bucket as soon as its shards are updated.
-
-        Changes to hyperparameters are copied back, because some optimizers count or adapt in
-        their groups.
-        """
+        """Updates this rank's shards; yields each bucket as soon as its shards are updated."""
         settings = list(map(settings_of, groups))
         for step_group in self.step_groups:
             optimizer = step_group.optimizer
@@ -277,7 +256,7 @@ class LocalOptimizer:
                 fused.follow_parameters()
             optimizer.step(**kwargs)
             for group, local in zip(groups, optimizer.param_groups, strict=False):
-                group.update(settings_of(local))
+                group.update(settings_of(local))  # some classes count or adapt in their groups
             if self._partition == "flat" and not step_group.checked:
                 step_group.checked = True
                 for fused in step_group.all_fused():
@@ -304,12 +283,7 @@ class LocalOptimizer:
             fused.give_gradient(grad)
 
     def take_reduced(self, slices: Mapping[Bucket, Tensor], unused: frozenset[int]) -> None:
-        """Gives every shard its slice of its bucket's averaged gradients.
-
-        Args:
-            slices: of each bucket this rank's range, shape (chunk,).
-            unused: numbers of parameters that had no gradient on any rank.
-        """
+        """Gives every shard its slice of its bucket's, but none to ``unused`` parameters."""
         for step_group in self.step_groups:
             for bucket in step_group.fused:
                 for fused in list(step_group.fused[bucket]) if unused else ():
@@ -364,10 +338,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def install(self, states: Mapping[int, Mapping[str, Any]], settings: Groups) -> None:
-        """Replaces all state and hyperparameters, through the class's own loading.
-
-        A master copy that ``states`` lacks is made anew from its parameter.
-        """
+        """Replaces all state and hyperparameters; missing master copies are made anew."""
         for step_group in self.step_groups:
             step_group.load(states, settings)
 

@@ -324,11 +324,7 @@ class _Table:
     def compare(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any], what: str
     ) -> None:
-        """Finds the place of each tensor of a description; ValueError if it is of other parts.
-
-        Args:
-            what: the thing described, for errors.
-        """
+        """Finds the place of each tensor of a description; ValueError if it is of other parts."""
         held = {_part_of(key) for key in (*tensors, *values)}
         for name, other in ("model", "optimizer"), ("optimizer", "model"):
             if name in self.parts and name not in held and other in held:

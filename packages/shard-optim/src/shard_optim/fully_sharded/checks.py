@@ -81,13 +81,7 @@ def check_background_group(group: Any, ranks: Mesh) -> None:
 
 
 def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Refuses what cannot be wrapped.
-
-    Raises:
-        TypeError: if it is not a module, or another wrapper averages one of its parameters.
-        ValueError: if it is wrapped already, an optimizer holds its parameters, or one of these has
-            no shape yet or is not floating-point.
-    """
+    """Raises TypeError or ValueError for what cannot be wrapped."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass the model."
@@ -129,9 +123,7 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
 def device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
     """Where the module is, or, if it is on the meta device, where it is to be made.
 
-    Raises:
-        TypeError: if ``device`` is something else.
-        ValueError: if the module is on several devices, or on another one than ``device``.
+    Raises TypeError or ValueError for several devices, or another ``device`` than the module's.
     """
     if not isinstance(device, (torch.device, str, type(None))):
         raise TypeError(

@@ -19,9 +19,7 @@ from shard_optim.refused_gradient import ReducedGradient
 def defer(params: Iterable[Tensor], model: object) -> None:
     """Before the first gradient of a backward: from here on their other hooks wait.
 
-    Args:
-        params: of the model.
-        model: something that lives as long as it: hooks that outlive it do not wait.
+    Hooks that outlive ``model``, or what lives as long as it, do not wait.
     """
     for param in params:
         table: dict[int, Any] | None = param._post_accumulate_grad_hooks

@@ -16,15 +16,11 @@ from shard_optim.refused_gradient import UNREDUCED, GradientShard, ReducedGradie
 
 
 class GradientStore:
-    """Keeps the gradients of earlier backward passes apart from those of the present one.
-
-    Args:
-        sharded: whether the optimizer gets shards of their gradients.
-    """
+    """Keeps the gradients of earlier backward passes apart from those of the present one."""
 
     def __init__(self, params: Sequence[nn.Parameter], *, sharded: bool) -> None:
         self._params = params
-        self._sharded = sharded
+        self._sharded = sharded  # whether the optimizer gets shards of their gradients
         self._dtypes = [param.dtype for param in params]
         self._reduced: list[Tensor | None] = [None] * len(params)
         self._unreduced: list[Tensor | None] = [None] * len(params)
@@ -32,11 +28,7 @@ class GradientStore:
         self.begun = False
 
     def begin(self) -> int:
-        """Before the first gradient of a backward pass: puts reduced gradients aside.
-
-        Returns:
-            Their number.
-        """
+        """Before the first gradient of a backward pass: puts reduced gradients aside, counted."""
         self.begun, kept = True, 0
         for position, param in enumerate(self._params):
             if param.grad is None:  # also if zero_grad() has dropped what was kept

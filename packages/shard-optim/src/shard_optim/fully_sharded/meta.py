@@ -9,16 +9,10 @@ from torch import nn
 
 
 def materialize(modules: Iterable[nn.Module], device: torch.device, *, reset: bool) -> None:
-    """Gives modules' own parameters and buffers memory, and values by ``reset_parameters()``.
+    """Gives own parameters and buffers of modules on the meta device memory, and maybe values.
 
-    Parameters keep their identity, so tied ones stay tied. Modules that are not on the meta device
-    are left alone.
-
-    Args:
-        reset: whether they get values here; otherwise another rank has them.
-
-    Raises:
-        ValueError: if a module on the meta device has no ``reset_parameters``.
+    Parameters keep their identity, so tied ones stay tied. With ``reset`` they get values from
+    ``reset_parameters()``, without which this raises a ValueError; else another rank has them.
     """
     for module in modules:
         params = [param for param in module.parameters(recurse=False) if param.is_meta]

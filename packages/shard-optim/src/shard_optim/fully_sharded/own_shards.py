@@ -22,12 +22,7 @@ from shard_optim.shard_update import load_into, settings_of, unshared
 
 
 class StatesOfShards:
-    """The state in an optimizer over this rank's shards, by the number of the parameter.
-
-    Args:
-        groups: the groups of parameters.
-        optimizer: of any class; updates the tensor ``updated(param)`` of each parameter.
-    """
+    """The state in an optimizer of any class over this rank's shards, by the parameter's number."""
 
     def __init__(self, groups: Groups, optimizer: Optimizer) -> None:
         self._groups, self._optimizer = groups, optimizer
@@ -65,11 +60,7 @@ class StatesOfShards:
 
 
 class OwnShards(StatesOfShards):
-    """Updates this rank's shards element by element.
-
-    Args:
-        make: called with groups and ``kwargs``, makes the optimizer that updates them.
-    """
+    """Updates this rank's shards element by element, by ``make(groups, **kwargs)``."""
 
     def __init__(
         self, groups: Groups, make: Callable[..., Optimizer], kwargs: Mapping[str, Any]

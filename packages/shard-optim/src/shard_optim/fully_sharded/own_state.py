@@ -31,9 +31,7 @@ from shard_optim.place import flat_slice
 def hook_state_dicts(root: nn.Module, ranks: Mesh, moment: Callable[[], int]) -> None:
     """Hooks the state dicts of a module and of every module in it that holds sharded parameters.
 
-    Args:
-        root: whose parameters have been sharded over ``ranks``.
-        moment: gives the number of forwards that have begun, the same on every rank.
+    ``moment`` gives the number of forwards that have begun, the same on every rank.
     """
 
     def origin(module: nn.Module) -> dict[str, Any]:

@@ -8,10 +8,8 @@ trainable: otherwise parameters of equal size would be mixed up without an error
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,28 +20,18 @@ from ddp_lite.reduce import with_zeros
 from shard_optim.communication import check_gradient
 from shard_optim.fully_sharded.gradient_store import GradientStore
 from shard_optim.fully_sharded.unit_plan import is_quantised
+from shard_optim.history import LateComparison
 from shard_optim.mesh import Mesh
 
 _WORDS = "the all-reduce of small parameters' gradients"
-
-
-@dataclass
-class _Order:
-    """Digests of the order of collectives in one backward pass: this rank's and all ranks' mean."""
-
-    own: tuple[int, int]  # this rank's two numbers
-    words: str  # what this rank has done since the exchange before
-    mean: torch.Tensor  # of all ranks' numbers, on the CPU
-    copied: torch.cuda.Event | None  # when ``mean`` may be read; None for at once
+_REMEDY = (
+    ". Also call the same units in the same order, with the same parameters trainable, "
+    "zero_grad(), step() and hyperparameters on every rank"
+)
 
 
 class ReplicatedParameters:
-    """The small parameters of a model.
-
-    Args:
-        compute_dtype: dtype that the model computes with; None for the parameters' own.
-        device: where sums are made.
-    """
+    """The small parameters of a model; sums of their gradients are made on ``device``."""
 
     def __init__(
         self,
@@ -69,7 +57,7 @@ class ReplicatedParameters:
             if compute_dtype not in (None, resting.dtype) and not is_quantised(resting.dtype)
         ]
         self.at_rest = True
-        self._orders: deque[_Order] = deque()  # exchanged, and not yet compared
+        self._comparison = LateComparison(ranks, device, _REMEDY)
 
     def refresh(self) -> None:
         """Casts the present values to the dtype of the computation."""
@@ -93,33 +81,27 @@ class ReplicatedParameters:
             for param, _, resting in self._cast:
                 param.data = resting
 
-    def reduce(
-        self, present: Sequence[bool], order_digest: int, history: tuple[int, str]
-    ) -> list[bool]:
+    def reduce(self, present: Sequence[bool], order_digest: int, history: str) -> list[bool]:
         """Averages this backward pass's gradients over the ranks.
 
         Args:
             present: for each sharded parameter, whether it had a gradient on this rank.
             order_digest: of the order in which this rank has gathered and reduced units.
-            history: a number and words for what else it has done.
+            history: words for what else it has done.
 
         Returns:
             The same for any rank. On CUDA, reading that makes the host wait, so it is read only
             by a rank that lacked some gradient.
 
         Raises:
-            StepMismatchError: if another rank's order or history was another one. On CUDA this is
-                found in a later backward, as soon as reading it makes nobody wait.
+            StepMismatchError: if another rank's order or history was another one.
             RuntimeError: if a parameter has no gradient while a CUDA graph is recorded.
-            CollectiveError: if a peer died or timed out.
         """
-        recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not recording:
-            self._compare_orders()
+        self._comparison.compare()
         given = []
         flags = list(present)
         for position, (param, name) in enumerate(zip(self.params, self.names, strict=True)):
-            grad = self.gradients.take([position])[0] if param.requires_grad else None
+            [grad] = self.gradients.take([position]) if param.requires_grad else [None]
             check_gradient(grad, name)
             given.append(grad)
             flags.append(grad is not None or not param.requires_grad)
@@ -132,27 +114,16 @@ class ReplicatedParameters:
             grads = [grad.to(self._dtype) for grad in grads]
         # One kernel flattens them all, and one more widens them.
         packed = [torch._utils._flatten_dense_tensors(grads).to(self._dtype)] if grads else []
-        number, words = history
-        mixed = hash((order_digest, number))
-        own = (mixed % 2048, mixed // 2048 % 2048)
-        # Filled by kernels: a copy from ordinary host memory could wait for the device.
-        order = [torch.full_like(present_flags[:1], float(number)) for number in own]
-        flat = torch.cat([*packed, present_flags, *order])
+        digest = hash((order_digest, zlib.crc32(history.encode())))
+        message = self._comparison.message(digest, self._dtype)
+        flat = torch.cat([*packed, present_flags, *message])
         for ranks in reversed(self._ranks.levels):  # sharded gradients take this order too
             ranks.together(_WORDS, all_reduce, ranks.communicator, flat, dist.ReduceOp.AVG)
         sizes = [param.numel() for param in self.params]
         *averages, anywhere, mean = flat.split([*sizes, len(flags), 2])
-        # The host cannot read what is only being recorded, and a CUDA graph keeps its order.
-        if not recording:
-            copied = None
-            arrived = mean.to("cpu", non_blocking=True)
-            if self._device.type == "cuda":
-                copied = torch.cuda.Event()
-                copied.record(torch.cuda.current_stream(self._device))
-            words = f"{words}, and used units in the order {order_digest % 2**24:06x}"
-            self._orders.append(_Order(own, words, arrived, copied))
-            self._compare_orders()
-        elif not all(flags):
+        words = f"{history}, and used units in the order {order_digest % 2**24:06x}"
+        self._comparison.averaged(digest, words, mean)
+        if self._comparison.recording and not all(flags):
             raise RuntimeError(
                 "every parameter must get a gradient in a step that is recorded as a CUDA graph, "
                 f"but {flags.count(False)} got none, and whether other ranks have one would have "
@@ -165,19 +136,3 @@ class ReplicatedParameters:
                 whole = part.view(param.shape).to(self._resting[position].dtype)
                 self.gradients.add([position], [whole])
         return flags[: len(present)]
-
-    def _compare_orders(self) -> None:
-        # One rank of N that differs moves the mean by at least 1 / N.
-        tolerance = 0.5 / math.prod(ranks.size for ranks in self._ranks.levels)
-        while self._orders:
-            order = self._orders[0]
-            if order.copied is not None and not order.copied.query():
-                return
-            self._orders.popleft()
-            pairs = zip(order.mean.tolist(), order.own, strict=True)
-            if any(abs(mean - own) > tolerance for mean, own in pairs):
-                raise self._ranks.shards.disagreement(
-                    f"it has {order.words}",
-                    ". Also call the same units in the same order, with the same parameters "
-                    "trainable, zero_grad(), step() and hyperparameters on every rank",
-                )

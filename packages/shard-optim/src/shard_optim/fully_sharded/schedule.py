@@ -73,13 +73,7 @@ class UnitCall:
 
 
 class Schedule:
-    """The state of one training step of one model.
-
-    Args:
-        units: all units, in registration order, which know their slots.
-        prefetch: how many units ahead of the present one are gathered.
-        reshard: whether no unit stays gathered between forward and backward.
-    """
+    """The state of one training step of one model, whose units know their slots."""
 
     def __init__(
         self,
@@ -125,7 +119,7 @@ class Schedule:
             return call(*args, **kwargs)
         if _in_backward():  # recomputation of a checkpoint around the whole model
             outputs = call(*args, **kwargs)
-            self._hook_outermost(outputs)
+            _hook(outputs, self._on_output_gradient)
             return outputs
         if any(level.key() != TransformType.Vmap for level in get_interpreter_stack() or ()):
             raise RuntimeError(
@@ -158,13 +152,9 @@ class Schedule:
                 self._expect_order(
                     [*self._called, *(u for u in self.units if u not in self._called)]
                 )
-        self._hook_outermost(outputs)
+        _hook(outputs, self._on_output_gradient)
         self._free_buffers()
         return outputs
-
-    def _hook_outermost(self, outputs: Any) -> None:
-        if torch.is_grad_enabled():
-            _hook(outputs, self._on_output_gradient)
 
     def call_unit(self, call: UnitCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One call of a module that reads units."""
@@ -194,7 +184,7 @@ class Schedule:
                     unit.uses -= 1
                     if unit.uses <= 0:
                         unit.rest()
-        if torch.is_grad_enabled() and not _hook(outputs, call.on_output_gradient):
+        if not _hook(outputs, call.on_output_gradient) and torch.is_grad_enabled():
             _check_visible(outputs, call, (args, kwargs))
         return outputs
 
@@ -478,7 +468,7 @@ def _check_visible(outputs: Any, call: UnitCall, inputs: Any) -> None:
 def _hook(outputs: Any, on_gradient: Callable[[Tensor], None]) -> bool:
     """Hooks the gradients of a module's outputs; returns whether there are any."""
     found = False
-    for tensor in tensors_in(outputs):
+    for tensor in tensors_in(outputs) if torch.is_grad_enabled() else ():
         if tensor.requires_grad:
             found = True
             # A parameter that is returned keeps its hooks from one forward to the next.

@@ -28,12 +28,7 @@ _ALIKE = (
 
 
 class StructureWatch:
-    """Remembers which tensors and modules a model holds, and looks whether it still does.
-
-    Args:
-        history: takes the changes that ranks may make, but alike.
-        ranks: hear of changes that no rank may make.
-    """
+    """Looks whether a model has changed; ``history`` takes what ranks may change, but alike."""
 
     def __init__(self, module: nn.Module, history: History, ranks: Ranks) -> None:
         self._module, self._history, self._ranks = module, history, ranks
@@ -47,14 +42,7 @@ class StructureWatch:
         self._described = {name: text.partition(" ")[2] for name, text in described}
 
     def check(self, step: int) -> None:
-        """Compares the model with what it was at the last call.
-
-        Args:
-            step: the number of the forward that begins, in which the other ranks will wait.
-
-        Raises:
-            ModelMismatchError: if a parameter was added or replaced.
-        """
+        """ModelMismatchError if a parameter was added or replaced; ``step`` is the next forward."""
         if self._structure.holds():
             return
         foreign = [
@@ -83,11 +71,7 @@ class StructureWatch:
 
 
 def agree_on_trainable(changed: Sequence[tuple[str, bool]], ranks: Ranks) -> None:
-    """Waits until every rank has frozen and unfrozen the same parameters as this one.
-
-    Raises:
-        RuntimeError: if another rank changed other parameters, or none within the timeout.
-    """
+    """RuntimeError unless every rank freezes and unfreezes these parameters within the timeout."""
     frozen = [name for name, trainable in changed if not trainable]
     verbs = (("froze", frozen), ("unfroze", [name for name, trainable in changed if trainable]))
     words = " and ".join(f"{verb} {shortened(names)}" for verb, names in verbs if names)

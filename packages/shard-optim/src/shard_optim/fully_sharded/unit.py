@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_lite.ranks import start_all_reduce
+from ddp_lite.ranks import shortened, start_all_reduce
 from ddp_lite.reduce import Waitable
 from shard_optim.bucket_plan import round_up
 from shard_optim.communication import (
@@ -63,14 +63,15 @@ def plan_cuts(numels: Sequence[int], world_size: int) -> tuple[list[Cut], int, i
     return cuts, shard, whole
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReducePlan:
     """Where averages of some of a unit's gradients lie in one flat tensor: at aligned offsets."""
 
-    positions: list[int]  # of the parameters
-    sizes: list[int]  # of the parts to split the flat tensor into
-    chunks: list[int]  # elements of each part that the reduction fills
-    counts: list[int]  # elements of each part that belong to the parameter
+    def __init__(self, positions: list[int], cuts: Sequence[Cut], rank: int) -> None:
+        self.positions = positions  # of the parameters
+        # Elements of each part that the reduction fills, that belong to the parameter, and in all.
+        self.chunks = [cuts[position].chunk for position in positions]
+        self.counts = [cuts[position].owned(rank)[1] for position in positions]
+        self.sizes = [round_up(chunk, ALIGNMENT) for chunk in self.chunks]
 
     def parts(self, flat: Tensor, lengths: list[int]) -> Sequence[Tensor]:
         """The beginnings of the parts, of these lengths; usually these are the parts."""
@@ -80,28 +81,12 @@ class ReducePlan:
         return [part[:length] for part, length in zip(parts, lengths, strict=True)]
 
 
-def plan_reduction(positions: list[int], cuts: Sequence[Cut], rank: int) -> ReducePlan:
-    """Ranges back to back at aligned offsets."""
-    chunks = [cuts[position].chunk for position in positions]
-    return ReducePlan(
-        positions=positions,
-        sizes=[round_up(chunk, ALIGNMENT) for chunk in chunks],
-        chunks=chunks,
-        counts=[cuts[position].owned(rank)[1] for position in positions],
-    )
-
-
 class Slot:
     """A buffer into which units are gathered, one after the other.
 
     Views of it are made once and stay valid: only the memory behind them comes and goes. A unit's
     parameters are valid while the unit owns the slot and the generation is the present one; a new
     forward begins a new generation, because the shards may have been updated.
-
-    Args:
-        numel: elements of the largest unit that uses it.
-        dtype: of gathered parameters.
-        device: where it lies.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -204,11 +189,8 @@ class Unit:
 
     Args:
         plan: which parameters. They hold their whole values; afterwards, their shards.
-        ranks: those that hold a shard each, and those that hold the same one.
-        communication: of those that hold a shard each.
-        compute_dtype: dtype to gather in; None for the parameters' own.
-        reduce_dtype: dtype to average gradients in; None for the gradients' own, but fp32 instead
-            of fp16, which overflows in sums.
+        communication: of the ranks that hold a shard each.
+        compute_dtype, reduce_dtype: as for ``FullyShardedDataParallel``.
     """
 
     def __init__(
@@ -251,10 +233,10 @@ class Unit:
             self.places.append(Place(name, size, stride, (first, count), view.size()))
             param.data = view
         self.gradients = GradientStore(self.params, sharded=True)
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        self.gather_words = f"the all-gather of parameters ({self.names[0]}{more})"
-        self.reduce_words = f"the reduce-scatter of gradients ({self.names[0]}{more})"
-        self.all_reduce_words = f"the all-reduce of gradient shards ({self.names[0]}{more})"
+        members = shortened(self.names, 1, " and ")
+        self.gather_words = f"the all-gather of parameters ({members})"
+        self.reduce_words = f"the reduce-scatter of gradients ({members})"
+        self.all_reduce_words = f"the all-reduce of gradient shards ({members})"
         self.resting = True
         self.uses = 0  # calls under way that read the parameters
         # Positions whose gradients are complete in this backward pass.
@@ -263,7 +245,7 @@ class Unit:
         self.hooked: set[int] = set()  # positions whose parameters report their gradients
         # Where the averages of the last reduction lie, in which the parameters took part that
         # required gradients then.
-        self.reduce_plan = plan_reduction([], self.cuts, rank)
+        self.reduce_plan = ReducePlan([], self.cuts, rank)
 
     # --- gather ------------------------------------------------------------------------------
 
@@ -305,15 +287,7 @@ class Unit:
         return self.slot.owner is self and self.slot.generation == generation
 
     def launch_gather(self, generation: int, phase: str) -> None:
-        """Starts gathering. Work enqueued before on the current stream may still read the slot.
-
-        Args:
-            generation: the present one.
-            phase: the part of a step that needs the parameters, for errors.
-
-        Raises:
-            StepMismatchError: on gloo on every rank, if another rank does something else.
-        """
+        """Starts gathering. Work enqueued before on the current stream may still read the slot."""
         slot = self.slot
         slot.take(self, generation)
         with traced("all_gather", self.name):
@@ -358,14 +332,10 @@ class Unit:
         return [position for position, param in enumerate(self.params) if param.requires_grad]
 
     def launch_reduction(self) -> tuple[UnitReduction, list[int]]:
-        """Starts averaging the gradients; those that did not arrive count as zeros.
-
-        Returns:
-            The reduction, and the positions that had a gradient.
-        """
+        """Starts averaging gradients, zeros for missing ones; also gives positions that had one."""
         positions = self.trainable_positions()
         if positions != self.reduce_plan.positions:
-            self.reduce_plan = plan_reduction(positions, self.cuts, self.ranks.rank)
+            self.reduce_plan = ReducePlan(positions, self.cuts, self.ranks.rank)
         plan = self.reduce_plan
         grads = self.gradients.take(positions)
         present = [

@@ -61,11 +61,7 @@ def is_compiled(module: nn.Module) -> bool:
 def plan_units(root: nn.Module, units: Units) -> list[UnitPlan]:
     """Divides the large parameters of ``root`` into units, in registration order.
 
-    Args:
-        root: the whole model.
-        units: the modules to gather as one each, as a list or a predicate; None finds the repeated
-            blocks: children of one container that have the same type. What these do not hold is
-            gathered in units of its own, one for each remaining module that the root calls.
+    ``units`` are as for ``FullyShardedDataParallel``.
 
     Raises:
         TypeError: if ``units`` is neither modules nor a predicate.

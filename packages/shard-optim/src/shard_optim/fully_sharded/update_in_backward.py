@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shard_optim.fully_sharded.deferred_hooks import run_deferred
 from shard_optim.fully_sharded.unit import Unit, UnitReduction
 from shard_optim.origin import Watched, watched
-from shard_optim.parameter_groups import all_params
+from shard_optim.parameter_groups import all_params, in_words
 from shard_optim.refused_gradient import UNREDUCED, USED, ReducedGradient
 from shard_optim.shard_update import settings_of
 
@@ -37,7 +37,6 @@ class UpdateInBackward:
 
     def __init__(self, optimizer: Optimizer, units: Sequence[Unit], device: torch.device) -> None:
         self.optimizer, self._watched = optimizer, _checked(optimizer, units)
-        self._watched.updates_units = True
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._group_of: dict[Tensor, int] = {}
@@ -45,26 +44,18 @@ class UpdateInBackward:
         self._updated: list[nn.Parameter] = []  # one of each unit that has been updated
         self._refusing: dict[nn.Parameter, ReducedGradient] = {}  # their gradients, made once
         self._pending = False  # a backward has updated units, and no step has followed
+        # Settings of the groups that have been used since the last step, in words, by number.
+        self._settings: dict[int, dict[str, str]] = {}
         # Events after updates, and averages that these read. Memory that ``record_stream`` protects
         # would not be used again while a CUDA graph is recorded.
         self._running: deque[tuple[torch.cuda.Event, Tensor]] = deque()
         self_if_alive = weakref.ref(self)  # an optimizer does not keep the model alive
 
-        def before_step(_optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self = self_if_alive()
-            if self is None or self._watched.in_update:
-                return
-            if kwargs.get("closure", (*args, None)[1]) is not None:  # after the optimizer itself
-                raise RuntimeError(
-                    "step() must come after backward under update_in_backward(), but got a closure "
-                    "that runs backward inside. Call the closure first, then step()."
-                )
-            self._pending = False
-            for param, refusing in self._refusing.items():
-                if param.grad is refusing:
-                    param.grad = None
+        def before_step(args: Any, kwargs: Any) -> None:
+            if (self := self_if_alive()) is not None:
+                self._before_step(args, kwargs)
 
-        optimizer.register_step_pre_hook(before_step)
+        self._watched.before_step = before_step
 
     # --- during backward -----------------------------------------------------------------------
 
@@ -122,6 +113,8 @@ class UpdateInBackward:
         try:
             unit.gradients.give(positions)
             run_deferred(params)
+            for number in members.keys() - self._settings.keys():
+                self._settings[number] = in_words(groups[number], identities=True)
             # What a class counts in its groups, the user's step counts.
             self.optimizer.param_groups = [
                 settings_of(groups[number]) | {"params": own} for number, own in members.items()
@@ -148,8 +141,31 @@ class UpdateInBackward:
             param.grad = self._refusing[param]
         self._clear()
 
+    def _before_step(self, args: Any, kwargs: Any) -> None:
+        """Before the user's ``step``; RuntimeError if units have not been updated as it asks."""
+        if kwargs.get("closure", (*args, None)[1]) is not None:  # after the optimizer itself
+            raise RuntimeError(
+                "step() must come after backward under update_in_backward(), but got a closure "
+                "that runs backward inside. Call the closure first, then step()."
+            )
+        for number, used in self._settings.items():
+            now = in_words(self.optimizer.param_groups[number], identities=True)
+            for key in (key for key in used if used[key] != now.get(key)):
+                raise RuntimeError(
+                    f"{key} must be set before backward under update_in_backward(), which has "
+                    f"updated units with {key}={used[key]}, but got {key}={now.get(key)} in "
+                    "step(). Set it before backward, and step schedulers after step(); for this "
+                    f"step set it back to {used[key]}."
+                )
+        self._pending = False
+        self._settings.clear()
+        for param, refusing in self._refusing.items():
+            if param.grad is refusing:
+                param.grad = None
+
     def abandon(self) -> None:
         """After a backward that an exception ended."""
+        self._settings.clear()
         if self._updated:
             _log.warning(
                 "a backward pass was interrupted after it had updated %d units. Load the last "

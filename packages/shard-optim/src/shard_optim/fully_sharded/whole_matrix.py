@@ -33,11 +33,7 @@ from shard_optim.shard_update import stand_in
 
 
 def orthogonalization_cost(shape: torch.Size) -> int:
-    """Operations of one Newton-Schulz iteration, up to a factor: elements times the shorter side.
-
-    Args:
-        shape: of a matrix; of tensors with more dimensions, the first counts as rows.
-    """
+    """Operations of a Newton-Schulz iteration, up to a factor; the first dimension counts rows."""
     rows = shape[0] if shape else 1
     columns = shape.numel() // max(rows, 1)
     return rows * columns * min(rows, columns)
@@ -60,14 +56,13 @@ class _Matrix:
         return torch.cat([values, values.new_zeros(missing)]) if missing else values
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Exchange:
     """An all-to-all under way, for the matrix that each rank owns in one round, or None."""
 
     owned: Sequence[_Matrix | None]
     what: str
-    sent: Tensor
-    received: Tensor
+    tensors: tuple[Tensor, Tensor]  # received, and sent, which must live as long
     work: dist.Work
 
 
@@ -188,15 +183,14 @@ class WholeMatrices(OwnShards):
         sent = torch.cat([empty, *parts])
         received = empty.new_empty(sum(receive_sizes))
         words = f"the exchange of {what} ({first.place.name})"
-        communicator = self._ranks.communicator
-        work = self._ranks.together(
-            words, all_to_all, received, sent, receive_sizes, send_sizes, communicator
-        )
-        return _Exchange(owned=owned, what=words, sent=sent, received=received, work=work)
+        sizes = receive_sizes, send_sizes
+        ranks = self._ranks
+        work = ranks.together(words, all_to_all, received, sent, *sizes, ranks.communicator)
+        return _Exchange(owned, words, (received, sent), work)
 
     def _received(self, exchange: _Exchange) -> Tensor:
         self._ranks.call(exchange.what, exchange.work.wait)
-        return exchange.received
+        return exchange.tensors[0]
 
     def _take_shards(self, exchange: _Exchange) -> None:
         """Copies this rank's shards of updated matrices into its parameters."""
