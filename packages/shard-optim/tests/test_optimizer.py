@@ -237,6 +237,19 @@ def check_equal_numbers(rank, world_size):
         ShardedOptimizer(toy().parameters(), torch.optim.AdamW, lr=lr, foreach=False)
 
 
+def check_own_entries(rank, world_size):
+    """Functions and objects that users keep in groups lie elsewhere on each rank."""
+    elsewhere = [object() for _ in range(1000 * rank)]
+    model = toy()
+    own = {"params": model.parameters(), "schedule": lambda step: step, "owner": Lion}
+    optimizer = ShardedOptimizer([own | {"tags": (object(),)}], torch.optim.AdamW)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    del elsewhere
+
+
 def check_forgotten_state(rank, world_size):
     """An empty state that is assigned begins anew, with the same master copies."""
     for partition in ("flat", "whole"):
@@ -561,6 +574,7 @@ CHECKS = [
     ("groups and schedulers", check_schedule, ()),
     ("counts in groups", check_counts, ()),
     ("equal numbers", check_equal_numbers, ()),
+    ("own entries of groups", check_own_entries, ()),
     ("forgotten state", check_forgotten_state, ()),
     ("edited lists of parameters", check_edited_lists, ()),
     ("a group added and a parameter unfrozen mid-training", check_growth, ()),

@@ -139,6 +139,7 @@ class ShardedOptimizer(Optimizer):
             needs ``attach(module)`` before the first step.
         offload_state: keep optimizer state in host memory, from where a few parameters' state at a
             time visits the device in ``step`` (``offload.py``). Master copies stay on the device.
+            At stage 3 with "flat" only.
         communication: what reduce-scatters gradients and gathers parameters, in place of the
             process group's own collectives: "peer-copy" for copies between the GPUs of one host,
             or an object for the same group.
@@ -517,7 +518,8 @@ class ShardedOptimizer(Optimizer):
         """Scales gradients so that their norm over all parameters is at most ``max_norm``.
 
         Every rank calls this, after backward and before ``step``, which uses the scaled gradients;
-        ``param.grad``, where it still exists, is left in an unspecified state. Unscale first.
+        ``param.grad``, where it still exists, is left in an unspecified state.
+        With ``GradScaler``, unscale first.
 
         Args:
             max_norm: largest norm allowed.

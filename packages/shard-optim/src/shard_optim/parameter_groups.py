@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +56,15 @@ def by_number(state_dict: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 def as_text(setting: Any) -> str:
-    """A hyperparameter in words, the same for equal numbers: 1, 1.0 and a tensor of it."""
+    """A hyperparameter in words, the same for equal numbers: 1, 1.0 and a tensor of it.
+
+    Addresses of functions and objects, which users keep in groups too, differ between ranks.
+    """
     if isinstance(setting, Tensor):
         setting = setting.tolist()
     if isinstance(setting, (list, tuple)):
         return f"({', '.join(map(as_text, setting))})"
-    return str(setting).removesuffix(".0")
+    return re.sub(r" at 0x[0-9a-f]+", "", str(setting)).removesuffix(".0")
 
 
 def in_words(group: Mapping[str, Any], *, identities: bool = False) -> dict[str, str]:
