@@ -146,6 +146,7 @@ def test_help_of_an_experiment_teaches_by_commands_that_work(
         (["compare", "a", "b", "--json", "--markdown"], "--json or --markdown, but got both"),
         (["compare", "a", "b", "--tolerance", "5"], "Invalid value for '--tolerance'"),
         (["toy", "--timeout", "inf"], "Invalid value for '--timeout'"),
+        (["toy", "--output", ""], "--output must be a folder, but got ''. Name one."),
         (["toy", "--only", "nothing"], "--only must name one of the experiments toy"),
         (["run"], "Missing argument"),
         (["run", "quik"], "assignment, attention, memory, "),
@@ -209,8 +210,9 @@ def test_a_run_stopped_then_resumed(
     assert "Report: runs/toy-01/report.html" in output.splitlines()
 
 
-def test_ctrl_c_in_the_first_seconds_ends_cleanly(
-    command_line: tuple[list[str], dict[str, str]], tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_first_seconds_ends_cleanly(
+    command_line: tuple[list[str], dict[str, str]], tmp_path: Path, number: signal.Signals
 ) -> None:
     """While the fork server imports torch; Ctrl-C reaches it too, and it keeps no pipe open."""
     command, environment = command_line
@@ -235,14 +237,14 @@ def test_ctrl_c_in_the_first_seconds_ends_cleanly(
                 assert time.monotonic() < deadline, "it has no fork server"
                 time.sleep(0.02)
             time.sleep(0.3)
-            os.killpg(process.pid, signal.SIGINT)
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             process.wait(100)
             ended = time.monotonic()
             _, errors = process.communicate(timeout=100)
             held_s = time.monotonic() - ended
         finally:
             process.kill()
-    assert (process.returncode, errors) == (130, "")
+    assert (process.returncode, errors) == (128 + number, "")
     assert held_s < 1, "as tee sees it, which waits for the last who could write"
 
 

@@ -157,8 +157,13 @@ class Model(Experiment):
         triton = sum(each["attention"] == "flash" for each in variants)
         steps = len(variants) * (1 + len(config["modes"])) / 4
         if config["device"] == "cpu":
-            sampled = cpu_seconds(config, 12.5 * (config["warmup"] + config["samples"]))
-            return float(2 + steps * (3 + 9 * billions(config) + sampled) + 40 * compiled)
+            modes, count = set(config["modes"]), config["warmup"] + config["samples"]
+            step = {"step"} & modes
+            passes = len({"forward"} & modes) + 3 * bool(step or {"forward-backward"} & modes)
+            passes += 3 * bool(step or {WHOLE_STEP} & modes)
+            sampled = cpu_seconds(config, 8 / 7 * count * passes)  # the optimizer takes the rest
+            work = steps * (3 + 9 * billions(config)) + len(variants) * sampled
+            return float(2 + work + 40 * compiled)
         steps *= 1 + 9 * billions(config)
         return float(0.8 + steps + 5 * triton + (20 + 1.8 * blocks(config)) * compiled)
 
