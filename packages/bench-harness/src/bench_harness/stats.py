@@ -144,10 +144,8 @@ def _drawn_medians(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def interval(*samples: np.ndarray) -> tuple[float | None, float | None]:
-    """The 95 % interval of a median, or of the ratio of two; None below three samples.
-
-    In NumPy alone: cases ask for it between samples, and scipy.stats takes seconds to import.
-    """
+    """The 95 % interval of a median, or of the ratio of two; None below three samples."""
+    # In NumPy alone: cases ask for it between samples, and scipy.stats takes seconds to import.
     of_medians = functools.partial(functools.reduce, operator.truediv)
     sizes = [values.size for values in samples]
     if min(sizes) < 3:

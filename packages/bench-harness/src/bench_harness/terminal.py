@@ -237,10 +237,7 @@ def plan(
 
 
 def _about(planned: Sequence[Planned]) -> str:
-    """How long a run takes, and how that is known if not by what the same cases took before.
-
-    Empty where nothing is known of any case.
-    """
+    """How long a run takes, and how that was calculated; empty where nothing is known."""
     estimate, busy = RemainingTime(planned).seconds(), environment.busy()
     if estimate is None:
         return ""

@@ -32,13 +32,7 @@ import numpy as np
 from scipy import stats
 
 from bench_harness.core import TOLERANCE
-from bench_harness.stats import (
-    UNSTABLE_DRIFT,
-    UNSTABLE_WIDTH,
-    Summary,
-    ratio_interval,
-    summarize,
-)
+from bench_harness.stats import UNSTABLE_DRIFT, UNSTABLE_WIDTH, Summary, ratio_interval, summarize
 
 Direction: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
 
