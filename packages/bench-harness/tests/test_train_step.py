@@ -379,7 +379,8 @@ def test_tables_relate_each_variant_to_its_step_without_communication(case) -> N
     steps = tables["Training steps"].set_index("variant")
     bare = steps.loc["no communication", "median (ms)"]
     expected = steps.loc["FlatDDP", "median (ms)"] - bare
-    assert steps.loc["FlatDDP", "exposed communication (ms)"] == pytest.approx(expected, abs=0.01)
+    # All three are rounded to hundredths.
+    assert steps.loc["FlatDDP", "exposed communication (ms)"] == pytest.approx(expected, abs=0.02)
     assert steps.loc["BucketedDDP(comm_hook=peer-copy)", "status"] == "skipped"
     memory = tables["Memory per rank at its moments"].set_index(["variant", "moment"])
     after = memory.xs("after the optimizer step", level="moment")
