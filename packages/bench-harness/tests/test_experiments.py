@@ -178,7 +178,7 @@ def test_model(run):
 
 
 def test_a_large_model_on_few_cores_is_expected_to_take_minutes(monkeypatch):
-    """By the passes of its modes: seven of the defaults, three of a step alone, one of inference."""
+    """By passes: seven for the default modes, three for a whole step, one for inference."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     model = experiments.get("model")
     (large,) = model.cases(device="cpu")
