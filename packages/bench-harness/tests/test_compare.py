@@ -131,7 +131,7 @@ def test_a_run_beside_itself_or_its_copy_passes_no_gate(bench: Bench, tmp_path: 
         compare(a, Store(tmp_path / "b"))
 
 
-def test_two_samples_decide_nothing(bench: Bench, tmp_path: Path) -> None:
+def test_two_samples_decide_nothing_below_twofold(bench: Bench, tmp_path: Path) -> None:
     a = store(tmp_path / "a", {"one": 10.0}, samples=2)
     b = store(tmp_path / "b", {"one": 20.0}, samples=2)
     for each in compare(a, b).rows:
@@ -140,6 +140,26 @@ def test_two_samples_decide_nothing(bench: Bench, tmp_path: Path) -> None:
         assert verdict.reasons == ("A has 2 samples", "B has 2 samples")
     assert bench("compare", "a", "b", "--fail-on", "slower").returncode == 0
     assert bench("compare", "a", "b", "--fail-on", "slower,unsure").returncode == 1
+    for count in (1, 2):
+        slow = judge([10.0, 10.1][:count], [30.0, 31.0][:count])
+        assert str(slow) == "slower, unsteady"
+        assert slow.slower_by(1.5)
+        assert not slow.slower_by(2.1)
+
+
+def test_an_edit_that_was_taken_back_is_not_what_is_compared(bench: Bench, tmp_path: Path) -> None:
+    """The slow code was measured first; the command that followed the fast one asks for it again,
+    and finds it finished. A gate must not judge the fast one instead."""
+    a = store(tmp_path / "a", {"one": 10.0}, config={"user_code": 0})
+    b, slow = Store(tmp_path / "b"), {"case_key": "slow", "config": {"user_code": 1}}
+    store(b.folder, {"one": 20.0}, **slow)
+    store(b.folder, {"one": 10.0}, case_key="fast", config={"user_code": 2}, started="later")
+    assert found_rows(compare(a, b)) == [("toy one", "same, sure")] * 2, (
+        "the last that was measured"
+    )
+    (b.folder / "run.json").write_text('[{"started": "", "command": "", "cases": ["slow"]}]')
+    assert found_rows(compare(a, b)) == [("toy one", "slower, sure")] * 2
+    assert bench("compare", "a", "b", "--fail-on", "slower").returncode == 1
 
 
 def measured(folder: Path, samples: list[float]) -> Store:

@@ -134,32 +134,19 @@ def test_every_experiment_measures_it(name: str, kind: str) -> None:
         assert peaks["case_peak_bytes"].iloc[0] >= peaks.loc["backward", "peak_bytes"]
 
 
-def test_ranks_train_a_model_of_another_library(bench: Bench, models: Path) -> None:
-    """One start of two ranks: a wrapper, a sharded peer, arguments, the model's own loss."""
+def test_ranks_train_a_model_of_another_library() -> None:
+    """One start of two ranks: a wrapper, a sharded peer, arguments, the model's own loss.
+
+    Without the process that looks at a model first, which would import the library once more.
+    """
     pytest.importorskip("transformers")
-    own = SUBJECTS["transformers"]
-    done = bench(
-        *("train-step", "--model", own["model"], "--model-args", "layers=2"),
-        *("--input", own["input"], "--variants", "naive,fsdp2", "--rounds", "1", "--blocks", "2"),
-        *(
-            "--calls",
-            "1",
-            "--warmup",
-            "1",
-            "--interval",
-            "0",
-            "--device",
-            "cpu",
-            "--output",
-            "out",
-            "--json",
-        ),
-    )
-    assert done.returncode == 0, done.stderr
-    (table, *_) = json.loads(done.stdout)["tables"]["train-step"].values()
-    assert [row["variant"] for row in table] == ["no communication", "NaiveDDP", "FSDP2"]
-    rows = [json.loads(line) for line in (models / "out/results.jsonl").read_text().splitlines()]
-    assert rows[0]["config"]["model_args"] == {"layers": 2}
+    experiment = experiments.get("train-step")
+    few = {"rounds": 1, "blocks": 2, "calls": 1, "warmup": 1, "interval": 0, "device": "cpu"}
+    given = {**SUBJECTS["transformers"], "variants": ["naive", "fsdp2"], **few}
+    (case,) = experiment.cases(**options.build(experiment, given))
+    assert case.config["model_args"] == {"layers": 2}
+    rows = experiment.run(case, lambda text: None)
+    assert [row["variant"] for row in rows] == ["no communication", "NaiveDDP", "FSDP2"]
     assert all(row["weight_error"] < 1e-2 for row in rows[1:])
 
 
@@ -177,13 +164,17 @@ def test_ranks_train_a_model_whose_first_parameter_is_frozen_and_whose_loss_is_z
     )
     done = bench(
         *("train-step", "--model", "frozen:build", "--input", "float32[4x8]", "--device", "cpu"),
-        *("--rounds", "1", "--blocks", "2", "--calls", "1", "--warmup", "1", "--interval", "0"),
-        *("--variants", "naive,bucketed", "--output", "out"),
+        *("--rounds", "2", "--blocks", "2", "--calls", "1", "--warmup", "1", "--interval", "0"),
+        *("--variants", "naive,bucketed", "--output", "out", "--json"),
     )
     assert done.returncode == 0, done.stdout
+    (table, *_) = json.loads(done.stdout)["tables"]["train-step"].values()
+    assert [row["variant"] for row in table] == ["no communication", "NaiveDDP", "BucketedDDP"]
     rows = [json.loads(line) for line in (models / "out/results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["ok"] * 3
     assert all(row["losses"][0] == 0 for row in rows)
+    assert all(row["round"] == [0, 0, 1, 1] for row in rows)
+    assert all(len(row["optimizer_ms"]) == 2 for row in rows)
 
 
 def test_a_module_that_a_factory_returns_twice_is_refused() -> None:

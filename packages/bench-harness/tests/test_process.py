@@ -192,6 +192,17 @@ def test_a_fork_server_that_dies_is_started_again(plugin: Path, tmp_path: Path) 
     assert "Outcome(status='ok'" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_program_from_standard_input_may_call(plugin: Path, tmp_path: Path) -> None:
+    """Its file, which a new process would read again, does not exist."""
+    call = "process.call(toy_calls.double, 1, timeout_s=200, folder=Path('.'), on_progress=print)"
+    *_, text = program(plugin, f"print({call})", "print(__file__)")
+    done = subprocess.run(
+        [sys.executable, "-"], input=text, cwd=tmp_path, capture_output=True, text=True, timeout=250
+    )
+    assert "Outcome(status='ok'" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.endswith("<stdin>\n")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux hands orphans to a supervisor")
 def test_an_orphan_in_a_session_of_its_own_is_killed_with_a_killed_call(
     calls: ModuleType, tmp_path: Path

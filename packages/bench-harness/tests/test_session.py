@@ -70,7 +70,8 @@ def test_what_a_case_takes_is_known_before_its_first_run(
         session.dry_run(request, Console(file=file, width=80))
         return file.getvalue().splitlines()[-1]
 
-    assert "1 of 1 case to run, about 5.0 s by calculation, into runs/mine-01" in dry_run(quick)
+    # 5 seconds of measurements, and 8 for torch and the report.
+    assert "1 of 1 case to run, about 13.0 s by calculation, into runs/mine-01" in dry_run(quick)
     monkeypatch.setattr("psutil.getloadavg", lambda: (1e3, 0.0, 0.0))
     assert "by calculation (the CPU is busy), into" in dry_run(quick)
     assert "at most" in dry_run(toy), "nothing is known of an experiment that does not say"

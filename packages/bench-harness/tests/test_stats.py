@@ -1,8 +1,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
-from bench_harness.stats import ratio_interval, summarize, with_summary
+from bench_harness.stats import interval, ratio_interval, summarize, with_summary
 
 
 def test_summary_of_known_samples():
@@ -31,6 +32,16 @@ def test_interval_has_about_its_stated_coverage():
         summary = summarize(rng.exponential(1.0, 40).tolist())
         hits += summary["ci_low"] <= np.log(2) <= summary["ci_high"]
     assert 88 <= hits <= 100
+
+
+@pytest.mark.parametrize("count", [3, 60])
+def test_the_interval_is_scipys_percentile_bootstrap(count):
+    samples = [np.random.default_rng(seed).lognormal(size=count + seed) for seed in (1, 2)]
+    expected = stats.bootstrap(
+        samples, lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis),
+        n_resamples=2000, method="percentile", rng=np.random.default_rng(0),
+    ).confidence_interval  # fmt: skip
+    assert interval(*samples) == pytest.approx((expected.low, expected.high), rel=1e-12)
 
 
 @pytest.mark.parametrize("samples", [[5.0], [5.0, 6.0]])

@@ -1,4 +1,6 @@
 import itertools
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -91,6 +93,15 @@ def test_sampling_goes_on_until_the_interval_is_narrow_or_the_time_is_up(
     stops = iter([False, False, True])
     turns = in_turns(list, {}, lambda: [wide], agreed=lambda mine: mine and next(stops))
     assert len(list(turns)) == 3, "others decide"
+
+
+def test_no_case_imports_scipy_between_its_samples():
+    """It would take longer than many cases, within the seconds in which they may go on sampling."""
+    program = (
+        "import sys; from bench_harness.timing import narrow\n"
+        "narrow([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], 0.02); sys.exit('scipy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_phases_are_sampled_until_they_are_enough_but_a_cold_start_once(monkeypatch):

@@ -30,6 +30,8 @@ from ranks import run_ranks
 
 ROLES = ("wrapper", "optimizer")
 TINY = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
+#: The shape of the proof, so that a compiled variant compiles once for both.
+PROVEN = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 2, "vocab_size": 256}
 OFFLOADED = {"name": "adamw", "offload_state": True}
 SHARDED = {"optimizer": {"name": "sharded", "reduce_gradients": True, "overlap": "next-forward"}}
 
@@ -240,8 +242,8 @@ def case(tmp_path_factory):
             "sizes": ["custom"],
             "batches": [2],
             "sequences": [16],
-            "rounds": 2,
-            "blocks": 2,
+            "rounds": 1,  # test_imported_model.py has two
+            "blocks": 4,
             "calls": 1,
             "warmup": 1,
             "interval": 0,
@@ -277,7 +279,7 @@ def case(tmp_path_factory):
                     "attention": "flash",
                 },
             ],
-            **TINY,
+            **PROVEN,
         },
     )
     (case,) = experiment.cases(**values)
@@ -305,7 +307,7 @@ def test_every_variant_is_proven_weighed_and_timed(case) -> None:
     for name, row in by_name.items():
         assert "ended" not in row, (name, row["ended"])
         assert len(row["samples_ms"]) == len(row["host_ms"]) == len(row["round"]) == 4
-        assert len(row["optimizer_ms"]) == 2
+        assert len(row["optimizer_ms"]) == 1
         assert row["compilations"] == 0
         flash = "attention=flash" in name
         assert row["ran"] == "tiled" if flash else row["ran"] in ("flash", "math"), name
@@ -377,7 +379,8 @@ def test_tables_relate_each_variant_to_its_step_without_communication(case) -> N
     steps = tables["Training steps"].set_index("variant")
     bare = steps.loc["no communication", "median (ms)"]
     expected = steps.loc["FlatDDP", "median (ms)"] - bare
-    assert steps.loc["FlatDDP", "exposed communication (ms)"] == pytest.approx(expected, abs=0.01)
+    # All three are rounded to hundredths.
+    assert steps.loc["FlatDDP", "exposed communication (ms)"] == pytest.approx(expected, abs=0.02)
     assert steps.loc["BucketedDDP(comm_hook=peer-copy)", "status"] == "skipped"
     memory = tables["Memory per rank at its moments"].set_index(["variant", "moment"])
     after = memory.xs("after the optimizer step", level="moment")

@@ -139,7 +139,7 @@ def test_a_peer_whose_package_is_missing_is_skipped(bench: Bench, tmp_path: Path
     """Its line names the preset, its table, the key and the remedy; the others are measured."""
     (tmp_path / "mine.toml").write_text(
         '[attention]\nvariants = ["naive", "nope.kernels:f"]\nsequences = [8]\nhead_dims = [8]\n'
-        'heads = 1\nrounds = 1\nsamples = 1\npasses = ["forward"]\n'
+        'heads = 1\nrounds = 1\nsamples = 1\ninterval = 0\npasses = ["forward"]\n'
     )
     done = bench("run", "mine.toml", "--output", "out")
     assert done.returncode == 0, done.stderr

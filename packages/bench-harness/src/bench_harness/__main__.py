@@ -36,6 +36,8 @@ def _opened(stream: TextIO | None, number: int) -> TextIO:
 def run() -> None:
     """Runs the command line and exits with its code; Ctrl-C ends it cleanly from the first moment.
 
+    SIGTERM, as of a cancelled job, ends it in the same way, with exit code 143.
+
     The command line is imported in here, because importing it takes a noticeable time too. Ctrl-C
     may end an import, above all of compiled code, in an error of another class: it counts as Ctrl-C
     as well.
@@ -49,20 +51,23 @@ def run() -> None:
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, interrupt)
         if os.environ.get("COLUMNS") == "0":  # as some terminals say; it would leave no room
             del os.environ["COLUMNS"]
         sys.stdout, sys.stderr = _opened(sys.stdout, 1), _opened(sys.stderr, 2)
         from bench_harness.cli import BAD_INPUT, main
 
         code = main()
-        code = 130 if interrupts and code == BAD_INPUT else code
+        code = 128 + interrupts[0] if interrupts and code in (BAD_INPUT, 130) else code
     except BaseException as error:
         if not interrupts and not isinstance(error, KeyboardInterrupt):
             raise
-        code = 130
-    # Ctrl-C, or a second one, must not interrupt what ends with the interpreter.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code == 130 and "bench_harness.process" in sys.modules:
+        code = 128 + (interrupts or [signal.SIGINT])[0]
+    # A second signal must not interrupt what ends with the interpreter.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if code > 128 and "bench_harness.process" in sys.modules:
         sys.modules["bench_harness.process"].end_server()
     sys.exit(code)
 

@@ -178,8 +178,9 @@ def _measure(
     given: Sequence[str],
     *,
     output: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
+            metavar="PATH",
             help="Run folder; one that holds results is resumed. Default: runs/NAME-NN.",
             show_default=False,
         ),
@@ -209,13 +210,15 @@ def _measure(
     name, cases, chosen, preset = planned
     if not cases:
         raise ValueError("options must give at least one case, but got none. Name a size.")
+    if output is not None and not output.strip():
+        raise ValueError(f"--output must be a folder, but got {output!r}. Name one.")
     request = session.Request(
         name=name,
         cases=user_code.identified(cases),
         options=chosen,
         command=given,
         preset=preset,
-        output=output,
+        output=None if output is None else Path(output),
         only=[item.strip() for item in only.split(",") if item.strip()],
         timeout_s=timeout,
     )

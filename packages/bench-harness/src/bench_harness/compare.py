@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from bench_harness.core import TOLERANCE, Case, Row, plural
 from bench_harness.environment import compared, throttled
-from bench_harness.store import RESERVED, Store, is_number
+from bench_harness.store import RESERVED, Loaded, Store, is_number
 from bench_harness.verdict import Verdict, judge
 
 #: Relative difference of clocks, and of controls, from which a row is not sure.
@@ -173,7 +173,7 @@ def compare(
     """
     for run in (run_a, run_b):
         run.check_is_run()
-    loaded = [run.load() for run in (run_a, run_b)]
+    loaded = [_current(run) for run in (run_a, run_b)]
     rows_a, rows_b = (_measured(each.rows) for each in loaded)
     shared = [identity for identity in rows_a if identity in rows_b]
     if not shared:
@@ -216,7 +216,7 @@ def compare(
         only_b=_alone(loaded[1].rows, loaded[0].rows),
         environment=differences,
         kernels=_kernels(loaded[0].rows, loaded[1].rows, tolerance),
-        runs=(_about(rows_a), _about(rows_b)),
+        runs=(_about(rows_a, loaded[0]), _about(rows_b, loaded[1])),
         timelines=_timelines(loaded[0].rows, loaded[1].rows),
     )
 
@@ -402,14 +402,15 @@ def _alone(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
     return list(found)
 
 
-def _about(rows: Mapping[_Identity, Row]) -> str:
-    """A run in one line: commits, first start, and the number of samples."""
+def _about(rows: Mapping[_Identity, Row], loaded: Loaded) -> str:
+    """A run in one line: commits, first start, number of samples, and lines that were left out."""
     commits = dict.fromkeys((row["commit"] or "no commit")[:8] for row in rows.values())
     started = min(row["started"] for row in rows.values())[:16].replace("T", " ")
     counts = [len(row["samples_ms"]) for row in rows.values()]
     low, high = min(counts), max(counts)
     samples = plural(low, "sample") if low == high else f"{low} to {high} samples"
-    return f"{', '.join(commits)}, {started}, {samples} a row"
+    damaged = f", without {plural(len(loaded.damaged), 'damaged line')}" * bool(loaded.damaged)
+    return f"{', '.join(commits)}, {started}, {samples} a row{damaged}"
 
 
 def cells_of(each: Comparison) -> tuple[str, ...]:
@@ -426,6 +427,16 @@ def percent(ratio: float) -> str:
     change = 100 * (ratio - 1)
     text = f"{change:+.1f}" if abs(change) < 99.95 else f"{change:+.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
+
+
+def _current(run: Store) -> Loaded:
+    """What a run holds: of a case whose code was edited, what the last command asked for."""
+    loaded, runs = run.load(), run.runs()
+    asked = set(runs[-1].get("cases", ()) if runs else ())
+    latest: dict[str, str] = {}
+    for row in sorted(loaded.rows, key=lambda row: row["case_key"] in asked):
+        latest[_case(row)] = row["case_key"]
+    return Loaded([r for r in loaded.rows if latest[_case(r)] == r["case_key"]], loaded.damaged)
 
 
 def _measured(rows: Sequence[Row]) -> dict[_Identity, Row]:

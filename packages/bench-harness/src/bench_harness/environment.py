@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 #: Distributions whose version changes a measurement.
 OWN_PACKAGES = ("bench-harness", "basics-model", "flashattn-triton", "ddp-lite", "shard-optim")
 PACKAGES = (
-    *OWN_PACKAGES,
-    "torch",
-    "triton",
-    "numpy",
-    "scipy",
-    "nvidia-nccl-cu13",
-    "nvidia-cudnn-cu13",
-    "nvidia-cublas",
+    *(*OWN_PACKAGES, "torch", "triton", "numpy", "scipy"),
+    *("nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cublas"),
 )
 
 

@@ -245,7 +245,8 @@ def _supervised(*args: Any) -> Iterator[_Supervisor]:
                 target=_supervise, args=(answer, ending, watched, sockets, *args)
             )
             try:
-                process.start()
+                with readable_main():
+                    process.start()
                 break
             except (EOFError, ConnectionError):
                 if not attempts_left:
@@ -262,6 +263,20 @@ def _supervised(*args: Any) -> Iterator[_Supervisor]:
         finally:
             if not lifeline.closed:
                 supervisor.end(0.0)
+
+
+@contextlib.contextmanager
+def readable_main() -> Iterator[None]:
+    """Keeps a new process from reading the user's program again where that came from stdin."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    try:
+        if file is not None and not Path(file).is_file():
+            main.__file__ = None
+        yield
+    finally:
+        if file is not None:
+            main.__file__ = file
 
 
 def _supervise(

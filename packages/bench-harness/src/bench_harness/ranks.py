@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from bench_harness.core import Progress, in_one_line
-from bench_harness.process import PRELOAD, PROCESS_NAME, temporary_prefix
+from bench_harness.process import PRELOAD, PROCESS_NAME, readable_main, temporary_prefix
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -186,7 +186,8 @@ def launch_each(
                         "reports_progress": progress is not None,
                     },
                 )
-                process.start()
+                with readable_main():
+                    process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)

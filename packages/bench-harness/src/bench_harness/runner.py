@@ -107,12 +107,11 @@ def run(
         KeyboardInterrupt: the running case is killed first.
     """
     with store.open_for_writing() as writer:
-        # While torch is imported there, the rest is looked up here.
-        process.start_server()
+        if cases:  # while torch is imported there, the rest is looked up here
+            process.start_server()
         description = environment.describe()
         identity = environment.fingerprint(description)
-        if cases:
-            _record_run(store, writer, invocation, identity, description)
+        _record_run(store, writer, invocation, identity, description)
         for case in cases:
             reporter.case_started(case)
             about = {

@@ -103,12 +103,10 @@ def _planned(request: Request) -> tuple[Path, list[Planned]]:
 def dry_run(request: Request, console: Console, *, as_json: bool = False) -> None:
     """Lists the cases, their status and expected time, for people or as JSON; creates nothing."""
     folder, planned = _planned(request)
-    planned = [
-        item
-        if item.finished
-        else replace(item, missing=experiments.get(item.case.experiment).missing(item.case))
-        for item in planned
-    ]
+    for place, item in enumerate(planned):
+        if not item.finished:
+            missing = experiments.get(item.case.experiment).missing(item.case)
+            planned[place] = replace(item, missing=missing)
     if not as_json:
         terminal.plan(planned, folder, console, request.preset)
         return

@@ -146,13 +146,11 @@ SCHEMA_VERSION = 1
 RESULTS, RUN, ENVIRONMENTS, ARTIFACTS = "results.jsonl", "run.json", "env.json", "artifacts"
 
 #: What the runner says about a row; a measurement may not use these names.
-RESERVED = frozenset(
-    {
-        *("schema", "case_rows", "case_key", "experiment", "label", "config", "environment"),
-        *("commit", "started", "seconds", "status", "error", "detail"),
-        *("machine_before", "machine_after"),
-    }
-)
+RESERVED = {
+    *("schema", "case_rows", "case_key", "experiment", "label", "config", "environment"),
+    *("commit", "started", "seconds", "status", "error", "detail"),
+    *("machine_before", "machine_after"),
+}
 
 #: Statuses that need no second attempt: a measurement, or a fact about the machine.
 FINISHED = frozenset({"ok", "oom", "skipped"})

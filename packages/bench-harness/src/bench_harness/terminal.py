@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: How :func:`bench_harness.ranks.launch` begins the words of a rank.
 _RANK = re.compile(r"rank (\d+): ")
+#: Seconds that a run takes around its cases: for torch, which is imported once, and the report.
+AROUND_S = 8.0
 _NUMBER = re.compile(r"-?([\d.]+(e[+-]?\d+)?|inf|nan)")
 STYLES = {"ok": "green", "oom": "yellow", "skipped": "cyan", "timeout": "red", "error": "red"}
 
@@ -200,9 +202,8 @@ def start(planned: Sequence[Planned], folder: Path, console: Console) -> None:
     left = sum(not item.finished for item in planned)
     every = plural(len(planned), "case")
     text = every if left == len(planned) else f"{left} of {every} left"
-    estimate = RemainingTime(planned).seconds()
-    if left and estimate is not None:
-        text += f", about {duration(estimate)}{_by(planned)}"
+    if left and (about := _about(planned)):
+        text += f", {about}"
     line(console, f"{text}, into {folder}")
 
 
@@ -230,19 +231,20 @@ def plan(
     for experiment, reason in dict.fromkeys(reasons):
         origin = "" if preset is None else f"preset {preset}: {experiment}: "
         line(console, f"{origin}skipped: {reason}", style="cyan")
-    estimate = RemainingTime(left).seconds()
-    if estimate is None:  # nothing is known of any of them
-        about = f"at most {duration(sum(item.case.timeout_s for item in left))} by their limits"
-    else:
-        about = f"about {duration(estimate)}{_by(left)}"
+    limits = sum(item.case.timeout_s for item in left)
+    about = _about(left) or f"at most {duration(limits)} by their limits"
     line(console, f"{len(left)} of {plural(len(planned), 'case')} to run, {about}, into {folder}")
 
 
-def _by(planned: Sequence[Planned]) -> str:
-    """How an estimate was made, if not by what the same cases took before."""
-    if not any(item.calculated and item.seconds and not item.finished for item in planned):
+def _about(planned: Sequence[Planned]) -> str:
+    """How long a run takes, and how that was calculated; empty where nothing is known."""
+    estimate, busy = RemainingTime(planned).seconds(), environment.busy()
+    if estimate is None:
         return ""
-    return " by calculation" + " (the CPU is busy)" * (environment.busy() > 1.5)
+    estimate += AROUND_S * busy * any(not item.finished for item in planned)
+    calculated = any(item.calculated and item.seconds and not item.finished for item in planned)
+    why = (" by calculation" + " (the CPU is busy)" * (busy > 1.5)) * calculated
+    return f"about {duration(estimate)}{why}"
 
 
 def summary(report: Report, page: Path, console: Console) -> None:

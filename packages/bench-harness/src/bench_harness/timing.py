@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -189,10 +190,11 @@ def in_turns(
 
 def narrow(samples: Sequence[float], width: float) -> bool:
     """Whether the 95 % interval of the median lies within ± ``width``, a share of the median."""
-    from bench_harness.stats import summarize
+    import numpy as np
 
-    found = summarize(samples)
-    low, high = found["ci_low"], found["ci_high"]
+    from bench_harness.stats import interval
+
+    (low, high), median = interval(np.asarray(samples, np.float64)), statistics.median(samples)
     if low is None or high is None:
         return False
-    return max(high - found["median"], found["median"] - low) <= width * found["median"]
+    return max(high - median, median - low) <= width * median

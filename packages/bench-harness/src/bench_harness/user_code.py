@@ -44,12 +44,10 @@ SUBJECT = ("model", "model_args", "input", "target", "loss")
 _LIMIT_S = 300.0
 
 #: Options that describe the built-in language model, which a user's model replaces.
-_OF_LANGUAGE_MODEL = frozenset(
-    {
-        *("sizes", "batch", "batches", "sequences", "vocab_size", *DIMENSIONS),
-        *("attention", "attentions", "checkpoint_blocks", "keep_attention"),
-    }
-)
+_OF_LANGUAGE_MODEL = {
+    *("sizes", "batch", "batches", "sequences", "vocab_size", *DIMENSIONS),
+    *("attention", "attentions", "checkpoint_blocks", "keep_attention"),
+}
 
 #: Modules that a factory returned and that still exist.
 _made: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -32,18 +32,12 @@ import numpy as np
 from scipy import stats
 
 from bench_harness.core import TOLERANCE
-from bench_harness.stats import (
-    UNSTABLE_DRIFT,
-    UNSTABLE_WIDTH,
-    Summary,
-    ratio_interval,
-    summarize,
-)
+from bench_harness.stats import UNSTABLE_DRIFT, UNSTABLE_WIDTH, Summary, ratio_interval, summarize
 
 Direction: TypeAlias = Literal["faster", "slower", "same", "cannot tell"]
 
-#: The fewest samples of each run for a direction at all, and the fewest independent ones for a sure
-#: one.
+#: The fewest samples of each run for a direction below twofold, and the fewest independent ones for
+#: a sure one.
 FEWEST, ENOUGH = 3, 5
 #: Stretches of time whose medians the rank test compares.
 BLOCKS = 10
@@ -135,12 +129,12 @@ def judge(
     drift = sum(max(abs(each["drift"]), steps[name]) for name, each in summaries.items())
     wide = any(_width(each) > UNSTABLE_WIDTH for each in summaries.values())
     direction: Direction = "cannot tell"
-    if low is not None and high is not None:
+    if _ranges_apart(a, b):
+        direction = "slower" if least > 1 else "faster"
+    elif low is not None and high is not None:
         enough = min(len(a), len(b)) >= STEP_SAMPLES
         if enough and _told_apart(a, b) and _beyond(low, high, bare_low, bare_high, drift):
             direction = "slower" if low > 1 else "faster"
-        elif _ranges_apart(a, b):
-            direction = "slower" if least > 1 else "faster"
         elif 1 - tolerance <= low and high <= 1 + tolerance and not (drift or wide):
             direction = "same"
     needed = None
@@ -263,13 +257,15 @@ def _ranges_apart(a: Sequence[float], b: Sequence[float]) -> bool:
     """Whether every sample of one run is larger than every one of the other by :data:`APART`.
 
     And by more than both ranges together, because few samples do not show how far a machine
-    wanders, or by :data:`FAR`. All as ratios: a slower run also scatters by more.
+    wanders, or by :data:`FAR`, as always below :data:`FEWEST` samples, which have no range to speak
+    of. All as ratios: a slower run also scatters by more.
     """
-    if min(len(a), len(b)) < FEWEST or min(*a, *b) <= 0:
+    if min(*a, *b) <= 0:
         return False
     low, high = (a, b) if max(a) < min(b) else (b, a)
     gap = min(high) / max(low)
-    ranges = max(low) / min(low) * max(high) / min(high)
+    few = min(len(a), len(b)) < FEWEST
+    ranges = math.inf if few else max(low) / min(low) * max(high) / min(high)
     return gap > 1 + APART and gap > min(ranges, 1 + FAR)
 
 

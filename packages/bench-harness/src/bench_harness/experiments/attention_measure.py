@@ -23,16 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_harness.attentions import (
-    DTYPES,
-    Attend,
-    Window,
-    find,
-    forward_only,
-    naive,
-    refusals,
-    stores_scores,
-)
+from bench_harness import attentions
 from bench_harness.core import CaseSkipped, Config, Progress, Row
 from bench_harness.roofline import attention_flops
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
@@ -71,7 +62,7 @@ class Problem:
     value_head_dim: int
     dtype: str
     causal: bool
-    window: Window | None = None
+    window: attentions.Window | None = None
     softcap: float | None = None
     deterministic: bool = False
     lengths: tuple[int, ...] = ()
@@ -85,7 +76,9 @@ class Problem:
             shape: tuple[int, ...] = (self.batch, heads, self.sequence, width)
             if self.lengths:
                 shape = (self.sequence, heads, width)
-            return torch.randn(shape, device=device, dtype=getattr(torch, DTYPES[self.dtype]))
+            return torch.randn(
+                shape, device=device, dtype=getattr(torch, attentions.DTYPES[self.dtype])
+            )
 
         query = random(self.heads, self.head_dim).requires_grad_()
         key = random(self.kv_heads, self.head_dim).requires_grad_()
@@ -114,7 +107,10 @@ class Problem:
     def _feature_arguments(self, device: torch.device) -> dict[str, Tensor]:
         """The tensor that the feature adds to the call; what is learned requires a gradient."""
         torch.manual_seed(1)
-        like: dict[str, Any] = {"device": device, "dtype": getattr(torch, DTYPES[self.dtype])}
+        like: dict[str, Any] = {
+            "device": device,
+            "dtype": getattr(torch, attentions.DTYPES[self.dtype]),
+        }
         if self.feature == "sinks":
             return {"sinks": torch.randn(self.heads, **like).requires_grad_()}
         if self.feature == "alibi":
@@ -210,7 +206,7 @@ def exact(
         for first in range(0, q.shape[2], count):
             rows = slice(first, first + count)
             given |= {n: x[..., rows, :] if n == "bias" else x for n, x in leaves.items()}
-            out = naive(q[:, :, rows], k, v, first=first, **given)
+            out = attentions.naive(q[:, :, rows], k, v, first=first, **given)
             for total, part in zip(
                 sums, torch.autograd.grad(out, inputs, grad_out[:, :, rows]), strict=True
             ):
@@ -349,10 +345,10 @@ class Attempts:
         for name in self.about:
             with self.ending(name):
                 attend = self.calls[name] = _call(name, self.tensors, self.settings)
-                rounded = _STORED_SCORES if stores_scores(name) else 1
+                rounded = _STORED_SCORES if attentions.stores_scores(name) else 1
                 limit = rounded * TOLERANCE[self.problem.dtype]
                 self.about[name] |= errors(
-                    attend, *given, wanted, limit, forward_only=forward_only(name)
+                    attend, *given, wanted, limit, forward_only=attentions.forward_only(name)
                 )
                 self.about[name]["saved_bytes"] = _saved_bytes(attend, self.leaves, self.device)
                 if name.startswith("naive") and self.problem.is_plain:
@@ -366,7 +362,7 @@ class Attempts:
         """The passes of an implementation; backward alone reuses one graph."""
         attend, (*_, grad_out) = self.calls[name], self.tensors
         for each in wanted:
-            if forward_only(name) and each != "forward":
+            if attentions.forward_only(name) and each != "forward":
                 continue
             if each == "forward":
                 yield each, torch.no_grad()(attend)
@@ -386,8 +382,8 @@ def _call(
     name: str, tensors: Sequence[Tensor], settings: Mapping[str, Any]
 ) -> Callable[[], Tensor]:
     """An implementation as a call without arguments; skipped if the problem asks for more."""
-    attend: Attend = find(name)
-    with refusals(name, TypeError):
+    attend: attentions.Attend = attentions.find(name)
+    with attentions.refusals(name, TypeError):
         inspect.signature(attend).bind(*tensors[:3], **settings)
     return lambda: attend(*tensors[:3], **settings)
 
@@ -569,9 +565,9 @@ def measured_over_lengths(
         for name in names:
             progress(f"{len(problems)} lengths, round {number + 1}: {name}")
             with attempts.ending(name):
-                attend = find(name) if number == 0 else attempts.calls[name]
+                attend = attentions.find(name) if number == 0 else attempts.calls[name]
                 attempts.calls[name] = attend
-                for each in passes[:1] if forward_only(name) else passes:
+                for each in passes[:1] if attentions.forward_only(name) else passes:
                     samples = measured.setdefault((name, each), Samples())
                     call = functools.partial(attend, **attempts.settings)
                     time_ms = _through(call, inputs, device, backward=each != "forward")
@@ -607,7 +603,11 @@ def _rows(
 
 
 def _through(
-    attend: Attend, inputs: Sequence[Sequence[Tensor]], device: torch.device, *, backward: bool
+    attend: attentions.Attend,
+    inputs: Sequence[Sequence[Tensor]],
+    device: torch.device,
+    *,
+    backward: bool,
 ) -> float:
     """Milliseconds of calls on all lengths, the device synchronised at both ends alone."""
     samples = Samples()

@@ -19,17 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness.core import (
-    Case,
-    Config,
-    Figure,
-    Progress,
-    Row,
-    Table,
-    option,
-    plural,
-    registered,
-)
+from bench_harness import core
+from bench_harness.core import Case, Config, Figure, Progress, Row, Table, option, plural
 from bench_harness.environment import gpu_count, resolve_device
 from bench_harness.traces import nsight
 from bench_harness.workload import DIMENSIONS, language_model_config, too_large
@@ -262,7 +253,7 @@ _BUILT_IN = {
 
 def names() -> list[str]:
     """Every experiment's name, built-in ones first, in running order."""
-    return list(_BUILT_IN | registered(ENTRY_POINT_GROUP))
+    return list(_BUILT_IN | core.registered(ENTRY_POINT_GROUP))
 
 
 def get(name: str) -> Experiment:
@@ -272,7 +263,7 @@ def get(name: str) -> Experiment:
         ValueError: no experiment has that name, and the message lists those that exist; or it
             cannot be imported.
     """
-    targets = _BUILT_IN | registered(ENTRY_POINT_GROUP)
+    targets = _BUILT_IN | core.registered(ENTRY_POINT_GROUP)
     if name not in targets:
         raise ValueError(f"experiment must be one of {', '.join(targets)}, but got {name!r}")
     try:

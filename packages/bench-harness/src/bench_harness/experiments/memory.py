@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench_harness import workload
 from bench_harness.core import Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import cells, row_tables
 from bench_harness.display.bars import colours
@@ -21,16 +22,6 @@ from bench_harness.experiments.base import Experiment, SubjectOptions, subject_l
 from bench_harness.traces import allocations, kineto
 from bench_harness.traces.allocations import FIRST, NO_PHASE, from_cuda_history, from_profile
 from bench_harness.traces.trace import phase
-from bench_harness.workload import (
-    ATTENTIONS,
-    PRECISIONS,
-    SIZES,
-    billions,
-    cpu_seconds,
-    device_of,
-    language_model_config,
-    shape_row,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,12 +68,14 @@ _MISSES = (
 class Options(SubjectOptions):
     """Options of :class:`Memory`."""
 
-    sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=SIZES)
+    sizes: tuple[str, ...] = option(("2.7B",), "Model sizes.", choices=workload.SIZES)
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((128, 256, 512), "Context lengths.")
-    precisions: tuple[str, ...] = option(("fp32", "bf16"), "Precisions.", choices=PRECISIONS)
+    precisions: tuple[str, ...] = option(
+        ("fp32", "bf16"), "Precisions.", choices=workload.PRECISIONS
+    )
     modes: tuple[str, ...] = option(MODES, "Inference, or a training step.", choices=MODES)
-    attention: str = option("sdpa", "Attention.", choices=ATTENTIONS)
+    attention: str = option("sdpa", "Attention.", choices=workload.ATTENTIONS)
     second_step: bool = option(
         False, "Record the second step of training, which begins with the optimizer's state."
     )
@@ -136,7 +129,7 @@ class Memory(Experiment):
     def run(self, case: Case, progress: Progress) -> list[Row]:
         """Records one pass, from the building of the model on."""
         config = case.config
-        device = device_of(config["device"])
+        device = workload.device_of(config["device"])
         progress("recording")
         events = _of_cuda(config, device) if device.type == "cuda" else _of_cpu(config, device)
         facts = _facts(config)
@@ -159,9 +152,11 @@ class Memory(Experiment):
 
     def work_s(self, case: Case) -> float:
         """By the size of the model, and what is run."""
-        config, size, forward = case.config, billions(case.config), case.config["mode"] == "forward"
+        config, forward = case.config, case.config["mode"] == "forward"
+        size = workload.billions(config)
         if config["device"] == "cpu":
-            return 0.5 + (5 if forward else 9) * size + cpu_seconds(config, 1 if forward else 3)
+            passes = 1 if forward else 3
+            return 0.5 + (5 if forward else 9) * size + workload.cpu_seconds(config, passes)
         return 0.7 + (0.4 if forward else 0.69) * size
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
@@ -310,9 +305,9 @@ def _facts(config: Config) -> Row:
     """The language model's shape, and its residual stream; nothing of a user's model."""
     if "model" in config:
         return {}
-    shape = language_model_config(config)
+    shape = workload.language_model_config(config)
     residual = config["batch"] * config["sequence"] * shape.d_model * 4
-    return {**shape_row(shape), "residual_bytes": residual}
+    return {**workload.shape_row(shape), "residual_bytes": residual}
 
 
 def _of_cpu(config: Config, device: torch.device) -> list[MemoryEvent]:

@@ -7,27 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from bench_harness import roofline, timing
+from bench_harness import roofline, timing, workload
 from bench_harness.core import Bar, Bars, Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.experiments.base import Experiment, SubjectOptions, subject_label
 from bench_harness.roofline import forward_flops, step_bytes
 from bench_harness.timing import Samples, SamplingOptions, in_turns, record_sample
 from bench_harness.user_code import workload_of
-from bench_harness.workload import (
-    ATTENTIONS,
-    PRECISIONS,
-    SIZES,
-    billions,
-    blocks,
-    compute_dtype,
-    cpu_seconds,
-    device_of,
-    language_model_config,
-    precision_context,
-    ran_in_model,
-    shape_row,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,11 +40,11 @@ WHOLE_STEP = "whole-step"
 class Options(SubjectOptions, SamplingOptions):
     """Options of :class:`Model`."""
 
-    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
+    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=workload.SIZES)
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((256,), "Context lengths.")
-    precisions: tuple[str, ...] = option(("fp32",), "Precisions, compared.", choices=PRECISIONS)
-    attentions: tuple[str, ...] = option(("sdpa",), "Attentions, compared.", choices=ATTENTIONS)
+    precisions: tuple[str, ...] = option(("fp32",), "Precisions.", choices=workload.PRECISIONS)
+    attentions: tuple[str, ...] = option(("sdpa",), "Attentions.", choices=workload.ATTENTIONS)
     executions: tuple[str, ...] = option(
         ("eager",), "Plain or through torch.compile, compared.", choices=("eager", "compiled")
     )
@@ -121,7 +107,7 @@ class Model(Experiment):
     def run(self, case: Case, progress: Progress) -> list[Row]:
         """Measures every variant of the case in turns."""
         config = case.config
-        device = device_of(config["device"])
+        device = workload.device_of(config["device"])
         progress("building the model")
         facts = _facts(config, device)
         names = {" ".join(variant.values()): variant for variant in config["variants"]}
@@ -130,22 +116,23 @@ class Model(Experiment):
         overhead = timing.timer_overhead_ms(device)
         least = step_bytes(facts["parameters"])
         least["step"] = sum(least.values())
-        rows: list[Row] = []
+        rows, rates = list[Row](), dict[str, Row]()
         for name, phases in measured.items():
             # fp32 products in TF32 have a ceiling of their own, so measure it in the precision.
             precision = names[name]["precision"]
-            dtype, ran = compute_dtype(precision), None
-            with precision_context(precision, device):
-                rates = roofline.ceilings(device, dtype)
+            dtype, ran = workload.compute_dtype(precision), None
+            if precision not in rates:
+                with workload.precision_context(precision, device):
+                    rates[precision] = roofline.ceilings(device, dtype)
             if "d_model" in facts:  # of a user's model nothing is known
                 attention = names[name]["attention"]
-                ran = ran_in_model(attention, {**config, **facts}, dtype, device)
+                ran = workload.ran_in_model(attention, {**config, **facts}, dtype, device)
             for phase, samples in phases.items():
                 work = {"forward": 1, "training forward": 1, "backward": 2, "step": 3}.get(phase)
                 rows.append(
                     {"variant": name, **names[name], "phase": phase, "ran": ran, **facts}
                     | {"flops": facts["forward_flops"] * work if work else None}
-                    | {"least_bytes": least[phase.removeprefix("training ")], **rates}
+                    | {"least_bytes": least[phase.removeprefix("training ")], **rates[precision]}
                     | {"timer_overhead_ms": overhead, **samples.row()}
                 )
         return rows
@@ -157,10 +144,16 @@ class Model(Experiment):
         triton = sum(each["attention"] == "flash" for each in variants)
         steps = len(variants) * (1 + len(config["modes"])) / 4
         if config["device"] == "cpu":
-            sampled = cpu_seconds(config, 12.5 * (config["warmup"] + config["samples"]))
-            return float(2 + steps * (3 + 9 * billions(config) + sampled) + 40 * compiled)
-        steps *= 1 + 9 * billions(config)
-        return float(0.8 + steps + 5 * triton + (20 + 1.8 * blocks(config)) * compiled)
+            modes, count = set(config["modes"]), config["warmup"] + config["samples"]
+            step = {"step"} & modes
+            passes = len({"forward"} & modes) + 3 * bool(step or {"forward-backward"} & modes)
+            passes += 3 * bool(step or {WHOLE_STEP} & modes)
+            # The optimizer takes a seventh of the time of all passes.
+            sampled = workload.cpu_seconds(config, 8 / 7 * count * passes)
+            work = steps * (3 + 9 * workload.billions(config)) + len(variants) * sampled
+            return float(2 + work + 40 * compiled)
+        steps *= 1 + 9 * workload.billions(config)
+        return float(0.8 + steps + 5 * triton + (20 + 1.8 * workload.blocks(config)) * compiled)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Times per phase; the effect of warm-up; the first step against the steady state."""
@@ -276,14 +269,14 @@ def _facts(config: Config, device: torch.device) -> Row:
     from torch.utils.flop_counter import FlopCounterMode
 
     if "model" in config:
-        workload = workload_of(config, device, precision=config["variants"][0]["precision"])
+        own = workload_of(config, device, precision=config["variants"][0]["precision"])
         with FlopCounterMode(display=False) as counter:
-            workload.loss()
+            own.loss()
         operations = int(counter.get_total_flops())
-        return {"parameters": workload.parameters(), "forward_flops": operations}
-    shape, size = language_model_config(config), (config["batch"], config["sequence"])
+        return {"parameters": own.parameters(), "forward_flops": operations}
+    shape, size = workload.language_model_config(config), (config["batch"], config["sequence"])
     return {
-        **shape_row(shape),
+        **workload.shape_row(shape),
         "tokens": size[0] * size[1],
         "forward_flops": sum(forward_flops(shape, *size).values()),
     }

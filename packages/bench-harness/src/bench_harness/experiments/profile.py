@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from bench_harness import workload
 from bench_harness.core import Bar, Bars, Case, Column, Config, Figure, Progress, Row, Table, option
 from bench_harness.display import row_tables
 from bench_harness.display.timelines import timelines
@@ -14,16 +15,6 @@ from bench_harness.experiments.base import Experiment, SubjectOptions, subject_l
 from bench_harness.traces import kineto, nsight
 from bench_harness.traces.timeline import timeline
 from bench_harness.traces.trace import kernel_totals, short_name, time_inside
-from bench_harness.workload import (
-    PRECISIONS,
-    SIZES,
-    billions,
-    blocks,
-    cpu_seconds,
-    device_of,
-    language_model_config,
-    shape_row,
-)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,10 +43,10 @@ _SHOWN_KERNELS = 12
 class Options(SubjectOptions):
     """Options of :class:`Profile`."""
 
-    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=SIZES)
+    sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=workload.SIZES)
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((128, 256, 512, 1024), "Context lengths.")
-    precision: str = option("fp32", "Precision.", choices=PRECISIONS)
+    precision: str = option("fp32", "Precision.", choices=workload.PRECISIONS)
     warmup: int = option(3, "Steps before the profiled ones.")
     nsight: bool = option(False, "Use Nsight Systems; the case is skipped where nsys is missing.")
 
@@ -97,7 +88,7 @@ class Profile(Experiment):
     def run(self, case: Case, progress: Progress) -> list[Row]:
         """Profiles inference and a training step, and reads the trace."""
         config = dict(case.config)
-        device = device_of(config["device"])
+        device = workload.device_of(config["device"])
         progress(f"recording with {config['tool']}")
         if config["tool"] == "nsight":
             export, _ = nsight.run_and_record(
@@ -113,7 +104,8 @@ class Profile(Experiment):
             kineto.trimmed(path, Path(_TRIMMED), windows)
             path.unlink()
         progress("reading the trace")
-        facts: Row = {} if "model" in config else {**shape_row(language_model_config(config))}
+        shape = None if "model" in config else workload.language_model_config(config)
+        facts: Row = {} if shape is None else dict(workload.shape_row(shape))
         host = "host operators, nested ones left out (CPU)"
         return rows_of(trace, facts | {"spans": "GPU kernels" if trace.on_device else host}, config)
 
@@ -124,8 +116,9 @@ class Profile(Experiment):
         nsight = 10.0 if config["tool"] == "nsight" else 0.0
         if config["device"] == "cpu":  # where the scores of attention take as long as products
             passes = 4 * (1 + config["warmup"]) * (1 + config.get("sequence", 0) / 512)
-            return 1.5 + 9 * billions(config) + cpu_seconds(config, passes)
-        return 1.1 + 0.14 * blocks(config) + billions(config) * tokens / 1400 + nsight
+            return 1.5 + 9 * workload.billions(config) + workload.cpu_seconds(config, passes)
+        size = workload.billions(config)
+        return 1.1 + 0.14 * workload.blocks(config) + size * tokens / 1400 + nsight
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """Phases with their matmul share; inference against a whole step; attention; kernels."""
@@ -334,4 +327,4 @@ def under_nsight(config: Row) -> None:
     """What Nsight Systems records: the same phases, with every range as NVTX."""
     import torch
 
-    profiled(config, device_of(config["device"]), torch.autograd.profiler.emit_nvtx())
+    profiled(config, workload.device_of(config["device"]), torch.autograd.profiler.emit_nvtx())

@@ -28,15 +28,8 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 from bench_harness.convert import converted, parse_call, parse_variant
-from bench_harness.training.constructors import (
-    OPTIMIZERS,
-    WRAPPERS,
-    Call,
-    checked,
-    refuse_unknown,
-    short,
-    signatures,
-)
+from bench_harness.training import constructors
+from bench_harness.training.constructors import OPTIMIZERS, WRAPPERS, Call, checked, short
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16"]
 Compile: TypeAlias = Literal["off", "blocks", "model"]
@@ -251,7 +244,7 @@ def read(variant: Mapping[str, Any] | str, defaults: Mapping[str, Any]) -> Setti
     """
     table = _of_text(variant) if isinstance(variant, str) else _with_own_arguments(variant)
     known = ("wrapper", "optimizer", *SHARED)
-    refuse_unknown(table, known, "variant")
+    constructors.refuse_unknown(table, known, "variant")
     given = {**defaults, **table}
     values: dict[str, Any] = {
         "wrapper": _call("wrapper", given.get("wrapper", "none")),
@@ -349,7 +342,7 @@ def _with_own_arguments(variant: Mapping[str, Any]) -> Table:
     name = short(wrapper["name"], WRAPPERS)
     others = [key for key in table if key not in ("wrapper", "optimizer", *SHARED)]
     if name in WRAPPERS and others:
-        others = [key for key in others if key in signatures()[name]]
+        others = [key for key in others if key in constructors.signatures()[name]]
     elif ":" not in name:
         others = []
     own = {key: table.pop(key) for key in others}
