@@ -154,6 +154,7 @@ def check_wrong_full_states(rank, world_size):
         (dict.fromkeys(plain, 3), r"embed\.weight is no tensor with values, but int"),
         (dict.fromkeys(plain, torch.empty(2, device="meta")), "no tensor with values"),
         ({}, r"embed\.weight is missing"),
+        (plain | {"embed.weight": plain["embed.weight"].flatten()}, r"embed\.weight has shape"),
         (plain | {"more": torch.ones(1)}, "it holds more, which the model does not"),
     ):
         with pytest.raises(ValueError, match=text):

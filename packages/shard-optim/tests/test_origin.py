@@ -18,6 +18,7 @@ from shard_optim import (
     FullyShardedDataParallel,
     ShardedOptimizer,
     full_state,
+    load,
     load_full_state,
 )
 
@@ -82,6 +83,8 @@ def check_distributed_checkpoint(rank, world_size):
     with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
         dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     dcp.save({"0.weight": torch.zeros(8 * 64 // 2)}, checkpoint_id=folder)
+    with pytest.raises(FileNotFoundError, match=r"contents\.json.* missing.*load_full_state"):
+        load(folder, model, optimizer)
     with pytest.raises(CheckpointException, match=r"all ranks by shard_optim\.save\(\)"):
         dcp.load({"0.weight": model.state_dict()["0.weight"]}, checkpoint_id=folder)
     assert_unchanged(model, optimizer, before)
@@ -249,6 +252,10 @@ def check_stages(rank, world_size):
     sgd = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=True)
     with pytest.raises(ValueError, match="it is of optimizer AdamW, not SGD"):
         sgd.load_state_dict(first.state_dict())
+    lacking = first.state_dict()
+    del lacking["shard"]["spans"]
+    with pytest.raises(ValueError, match="it does not say which rank's part it is"):
+        first.load_state_dict(lacking)
     model, optimizer = stage_3()
     step(model, optimizer, rank)
     plain = torch.optim.AdamW(build().parameters(), lr=0.1)

@@ -6,16 +6,12 @@ A folder holds one file of tensors for each rank that wrote, ``__R_0.distcp``, a
   that it is stored in, each with its place, its length and its CRC-32; and every small value. Its
   second line is the CRC-32 of its first.
 - ``.metadata``, a pickle for the tools of ``torch.distributed.checkpoint`` (DCP), which see each
-  tensor as a vector. It is written last, so its presence means that the folder is complete.
+  tensor as a vector. It is written last, so its presence means that the folder is complete. Reading
+  compares its CRC-32 with the one in ``contents.json``, and never unpickles it.
 
 Reading builds plain data only. Before memory is taken for a tensor, the description has been
 checked: parts cover each tensor exactly once, files are regular files inside the folder, and a part
 is as long as its elements need. The ranks compare which checkpoint each of them has read.
-
-Folders from before ``contents.json`` are described by the pickle, and by ``checksums.json``. No
-name in the pickle is looked up, so it reaches no class and no function: where it would make an
-object, ``_Made`` keeps the arguments. Their small values are read by
-``torch.load(weights_only=True)``, which makes numbers, strings, containers and tensors only.
 """
 
 from __future__ import annotations
@@ -29,12 +25,10 @@ import pickle
 import re
 import stat
 import sys
-import zipfile
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +42,11 @@ from shard_optim.place import Row
 METADATA = ".metadata"  # written last, and moved into place: its presence means "complete"
 CONTENTS = "contents.json"
 
-# Bytes of the largest description, and of the largest small value of an old folder.
+# Bytes of the largest description.
 _MOST_BYTES = 256 * 1024**2
+
+# Name of a rank's file.
+_FILE = re.compile(r"__[0-9]{1,9}_0\.distcp")
 
 # Bytes that the container of one stored tensor may need beside the tensor's elements.
 _MOST_OVERHEAD = 64 * 1024
@@ -234,25 +231,20 @@ def read_description(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, A
         FileNotFoundError: if the folder holds no complete checkpoint.
         ValueError: if its description is damaged, or one that no save writes.
     """
-    old = not os.path.lexists(folder / CONTENTS)
-    path = folder / ("checksums.json" if old else CONTENTS)
+    path = folder / CONTENTS
     metadata, data = _read(folder / METADATA), _read(path)
     try:
         line, crc32 = data.decode().splitlines()
-        content = json.loads(line)
         if int(crc32) != zlib.crc32(line.encode()):
             raise ValueError("its checksum differs")
-        if old:
-            content = _translated(metadata, content["items"])
-        elif content["metadata_crc32"] != zlib.crc32(metadata):
+        content = json.loads(line)
+        if content["metadata_crc32"] != zlib.crc32(metadata):
             raise ValueError(f"the checksum of {folder / METADATA} differs")
         tensors = {key: _stored(key, entry) for key, entry in content["tensors"].items()}
         values = {key: decode(value) for key, value in content["values"].items()}
-    except Exception as error:  # damaged instructions can make anything of a pickle's stack
+    except Exception as error:  # JSON of another structure can raise any
         raise _damaged(path, error) from error
-    if old:
-        values = {key: _saved_value(folder, key, tensors.pop(key)) for key in values}
-    return tensors, values, hashlib.sha256(data + metadata).hexdigest()
+    return tensors, values, hashlib.sha256(data).hexdigest()
 
 
 def _stored(key: str, entry: Mapping[str, Any]) -> StoredTensor:
@@ -265,8 +257,8 @@ def _stored(key: str, entry: Mapping[str, Any]) -> StoredTensor:
     if problem := tensor.gap():
         raise ValueError(f"{key} is not stored exactly once, because {problem}")
     for part in parts:
-        if part.file in ("", "..") or Path(part.file).name != part.file:
-            raise ValueError(f"it names {part.file!r}, not inside the folder")
+        if not _FILE.fullmatch(part.file):
+            raise ValueError(f"it names {part.file!r}, which is no file of a rank")
         if not 0 <= part.length - part.count * tensor.dtype.itemsize <= _MOST_OVERHEAD:
             raise ValueError(f"{key} takes {part.length} bytes")
     return tensor
@@ -280,6 +272,25 @@ def _damaged(path: Path, reason: object) -> ValueError:
     )
 
 
+def _missing(path: Path) -> FileNotFoundError:
+    """The error for a file that a checkpoint needs."""
+    remedy = "Copy the whole folder, or load an earlier checkpoint"
+    if path.name == METADATA:
+        whose = "which a save writes last"
+    elif path.name == CONTENTS:
+        whose = "which shard_optim.save() writes"
+        remedy = (
+            "Copy the whole folder. If torch.distributed.checkpoint or an earlier checkout of "
+            "shard-optim wrote it, load it there, and give its whole state to load_full_state()"
+        )
+    else:
+        rank = path.name.removeprefix("__").partition("_")[0]
+        whose = f"which rank {rank} of the run that saved wrote"
+    return FileNotFoundError(
+        f"a checkpoint must have all its files, but {path}, {whose}, is missing. {remedy}"
+    )
+
+
 def _read(path: Path, offset: int = 0, length: int | None = None) -> bytearray:
     """Bytes of a regular file, which is opened without waiting; by default all of a small one.
 
@@ -288,13 +299,7 @@ def _read(path: Path, offset: int = 0, length: int | None = None) -> bytearray:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        writer = path.name.removeprefix("__").partition("_")[0]
-        whose = f", which rank {writer} of the run that saved wrote" if writer.isdigit() else ""
-        whose = ", which a save writes last" if path.name == METADATA else whose
-        raise FileNotFoundError(
-            f"a checkpoint must have all its files, but {path}{whose}, is missing. Copy the whole "
-            "folder, or load an earlier checkpoint"
-        ) from None
+        raise _missing(path) from None
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
@@ -311,23 +316,19 @@ def _read(path: Path, offset: int = 0, length: int | None = None) -> bytearray:
     return data
 
 
-def _read_part(folder: Path, key: str, part: Part) -> bytearray:
-    """The container of a part; ValueError if it is not as it was written."""
-    container = _read(folder / part.file, part.offset, part.length)
-    if zlib.crc32(container) != part.crc32:
-        raise _damaged(folder / part.file, f"the checksum of {key} differs")
-    return container
-
-
 def read_elements(folder: Path, key: str, tensor: StoredTensor, first: int, count: int) -> Tensor:
     """Elements ``[first, first + count)`` of a stored tensor; ValueError if a file is damaged."""
     found = [torch.empty(0, dtype=tensor.dtype, device="cpu")]
     for part in sorted(tensor.parts, key=attrgetter("first")):
         begin, end = max(first, part.first), min(first + count, part.first + part.count)
         if begin < end:
-            vector = _stored_vector(_read_part(folder, key, part), tensor.dtype, part.count)
+            path = folder / part.file
+            container = _read(path, part.offset, part.length)
+            if zlib.crc32(container) != part.crc32:
+                raise _damaged(path, f"the checksum of {key} differs")
+            vector = _stored_vector(container, tensor.dtype, part.count)
             if vector is None:
-                raise _damaged(folder / part.file, f"{key} is not stored as torch.save() stores it")
+                raise _damaged(path, f"{key} is not stored as torch.save() stores it")
             found.append(vector[begin - part.first : end - part.first])
     return torch.cat(found)
 
@@ -342,77 +343,3 @@ def _stored_vector(container: bytearray, dtype: torch.dtype, count: int) -> Tens
     if start + count * dtype.itemsize > len(container):
         return None
     return torch.frombuffer(container, dtype=dtype, count=count, offset=start)
-
-
-# --- folders from before contents.json -------------------------------------------------------
-
-
-class _Made:
-    """An object that a pickle describes and nobody makes: its arguments and its attributes.
-
-    Each name in a pickle becomes a subclass of this one, so that unpickling can only make these.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        vars(self).update(state if isinstance(state, dict) else {"state": state})
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    """Looks no name up and calls nothing but ``_Made``."""
-
-    def find_class(self, module: str, name: str) -> type[_Made]:
-        """A class of its own for each name."""
-        return type(name, (_Made,), {})
-
-
-def _translated(metadata: bytearray, crc_of: Mapping[str, int]) -> dict[str, Any]:
-    """What ``contents.json`` would hold, with None for every value.
-
-    A value is described as a tensor too, of the bytes that ``torch.save`` wrote.
-    """
-    top = _PlainUnpickler(io.BytesIO(metadata)).load()
-    parts_of: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for index, info in top.storage_data.items():
-        offset = vars(index).get("offset")
-        offsets = offset.args[0] if offset else ()
-        part = {
-            "first": sum(offsets),
-            "file": Path(info.relative_path).name,
-            "offset": info.offset,
-            "length": info.length,
-            "crc32": crc_of[f"{index.fqn} {','.join(map(str, offsets))}"],
-        }
-        parts_of[index.fqn].append(part)
-    tensors: dict[str, Any] = {}
-    values: dict[str, None] = {}
-    for key, entry in top.state_dict_metadata.items():
-        parts = sorted(parts_of[key], key=itemgetter("first"))
-        if type(entry).__name__ == "BytesStorageMetadata":
-            values[key] = None
-            # A longer value is refused as a tensor that takes too many bytes.
-            dtype, shape = "uint8", [min(parts[0]["length"], _MOST_BYTES)]
-        else:
-            dtype, shape = entry.properties.state[0].__name__, [*entry.size.args[0]]
-        # A part ends where the next one begins; a gap shows as too few or too many bytes of one.
-        end = math.prod(shape)
-        for part in reversed(parts):
-            part["count"], end = end - part["first"], part["first"]
-        parts = [part for part in parts if part["count"] or key in values]
-        tensors[key] = {"dtype": dtype, "shape": shape, "parts": parts}
-    return {"tensors": tensors, "values": values}
-
-
-def _saved_value(folder: Path, key: str, item: StoredTensor) -> Any:
-    """What ``torch.save`` wrote: numbers, strings, containers and small tensors."""
-    part = item.parts[0]
-    saved = io.BytesIO(_read_part(folder, key, part))
-    try:
-        if any(entry.compress_type for entry in zipfile.ZipFile(saved).infolist()):
-            raise ValueError("its archive is compressed")
-        saved.seek(0)
-        return torch.load(saved, weights_only=True, map_location="cpu")
-    except Exception as error:
-        raise _damaged(folder / part.file, f"{key}: {error}") from error

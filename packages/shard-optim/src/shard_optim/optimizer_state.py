@@ -7,7 +7,6 @@ keys: one function compares both with the optimizer.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,10 +124,9 @@ class OptimizerState:
             yield f"decoupled_weight_decay of group {number}", group.get("decoupled_weight_decay")
             for position, name in enumerate(group.get("param_names", [None] * size)):
                 yield f"the name of parameter {position} of group {number}", name
-        names = header.get("names", [None] * len(header["shapes"]))  # old folders have none
-        for index, (name, shape) in enumerate(zip(names, header["shapes"], strict=True)):
+        for index, (name, shape) in enumerate(zip(header["names"], header["shapes"], strict=True)):
             yield f"the name of {self._name_of(index)}", name
-            yield f"the shape of {self._name_of(index)}", tuple(shape)
+            yield f"the shape of {self._name_of(index)}", shape
 
     def problems(
         self, tensors: Mapping[str, StoredTensor], values: Mapping[str, Any]
@@ -150,8 +148,7 @@ class OptimizerState:
                 return
             index, kind, name = int(match[1]), match[2], match[3]
             kept[index] |= ({name} if name else set(value)) - {MASTER}
-            # Folders without contents.json give moments as vectors.
-            if (kind == "elements" and math.prod(value.shape) != place.size.numel()) or (
+            if (kind == "elements" and value.shape != place.size) or (
                 kind == "tensor" and place.held and not place.whole_here
             ):
                 yield (

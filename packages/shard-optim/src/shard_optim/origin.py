@@ -110,19 +110,17 @@ def places_of(params: Iterable[tuple[Any, Tensor]]) -> dict[Any, Place]:
 
 
 def difference(given: Any, own: Mapping[str, Any]) -> str | None:
-    """How the origin of what is loaded differs from this rank's in what both tell, or None."""
-    if not isinstance(given, Mapping) or not {"rank", "world_size"} <= set(given):
+    """How the origin of what is loaded differs from this rank's, or None."""
+    if not isinstance(given, Mapping) or not own.keys() - {"refusing"} <= given.keys():
         return "it does not say which rank's part it is"
     if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
         return f"it is the part of rank {given['rank']} of {given['world_size']}"
-    for key in sorted((set(given) & set(own)) - {"version", "refusing"}):
-        if key == "spans":
-            theirs = given[key]
-            others = [name for name in own[key] if tuple(theirs.get(name, ())) != own[key][name]]
-            if others:
-                return f"it holds other elements of {others[0]}"
-        elif given[key] != own[key]:
+    for key in sorted(own.keys() - {"version", "refusing", "spans"}):
+        if given[key] != own[key]:
             return f"it is of {key} {given[key]}, not {own[key]}"
+    for name, span in own["spans"].items():
+        if tuple(given["spans"].get(name, ())) != span:
+            return f"it holds other elements of {name}"
     return None
 
 
@@ -146,7 +144,7 @@ def check_loaded(
     found = None
     for given, own in parts:
         found = found or difference(given, own)
-        version = str(given["version"]) if not found and "version" in given else None
+        version = None if found else str(given["version"])
     everyone = ranks.gather("the comparison of what the ranks load", (found or problem, version))
     known = [(rank, version) for rank, (_, version) in enumerate(everyone) if version is not None]
     for rank, (problem, version) in enumerate(everyone):

@@ -414,8 +414,7 @@ class _ModelState:
             if key not in tensors:
                 yield f"it must hold {key}, but {key} is missing"
             stored, size = tensors[key], row.place.size
-            # Folders without contents.json give parameters as vectors.
-            if tuple(stored.shape) not in (tuple(size), (size.numel(),)):
+            if stored.shape != size:
                 yield f"{key} has shape {tuple(stored.shape)} in it, here {tuple(size)}"
             if stored.dtype != row.tensor.dtype:
                 yield f"{key} is {stored.dtype} in it, here {row.tensor.dtype}"
