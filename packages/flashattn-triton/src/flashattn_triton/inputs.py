@@ -164,7 +164,7 @@ def check_starts(
         return
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
     if any(type(x) is not Tensor or wrapped(x) for x in (cu_seqlens_q, cu_seqlens_k)):
-        return  # the operator checks what a transform or a DTensor hands to it; fakes have no values
+        return  # the operator checks what a transform or a DTensor hands to it
     for side, starts, total, limit in (
         ("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
         ("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
