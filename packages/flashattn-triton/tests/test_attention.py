@@ -16,6 +16,7 @@ from flashattn_triton import (
     FlashAttention2TritonCompiledBackward,
     Tiles,
     Tiling,
+    explain,
     flash_attention,
     flash_attention_varlen,
 )
@@ -111,6 +112,25 @@ def test_bad_tensors(change: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         flash_attention(**tensors)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused() -> None:
+    x = torch.zeros(2, 3, 5, 16)
+    for kind in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([x[0], x[1, :, :4]], layout=torch.strided)
+        if kind == torch.jagged:
+            nested = torch.nested.nested_tensor([x[0], x[1, :2]], layout=kind)
+        message = f" must be a strided tensor, but got a nested one of layout {kind}"
+        for i, name in enumerate(("query", "key", "value")):
+            tensors = [nested if i == j else x for j in range(3)]
+            for function in (flash_attention, explain):
+                with pytest.raises(ValueError, match=name + message):
+                    function(*tensors)
+            with pytest.raises(ValueError, match=name + message):
+                flash_attention_varlen(*tensors, *torch.tensor([[0, 2]] * 2))
+        with pytest.raises(ValueError, match="bias" + message):
+            flash_attention(x, x, x, bias=nested)
 
 
 @pytest.mark.parametrize(

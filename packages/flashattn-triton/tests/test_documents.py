@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flashattn_triton import cu_seqlens_of, explain, flash_attention
+from flashattn_triton import cu_seqlens_of, explain, flash_attention, flash_attention_varlen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IDS = torch.tensor([[5, 5, 5, 2, 2, 7, 7, 7, 7, 7, 7], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5]])
@@ -130,16 +131,37 @@ def test_a_number_of_documents_instead_of_a_wait(implementation: Any) -> None:
     starts = torch.tensor([0, 3, 5, 11, 12, 21, 22, 22, 22, 22])
     found, longest = cu_seqlens_of(IDS, 9)
     assert torch.equal(found, starts.int())
-    assert longest is None
+    assert longest == 11  # tokens of a row
     compiled = torch.compile(cu_seqlens_of, backend="eager", fullgraph=True)
     found, longest = compiled(IDS)
     assert torch.equal(found[:10], starts.int())
     assert len(found) == 23
-    assert longest is None
+    assert longest == 11
     with pytest.raises(RuntimeError, match="max_documents must be at least the number"):
         cu_seqlens_of(IDS, 5)
     with pytest.raises(RuntimeError, match="in several pieces"):
         cu_seqlens_of(torch.tensor([[0, 1, 0]]), 3)
+
+
+def test_starts_that_compiled_code_and_shapes_alone_can_use() -> None:
+    """The length is a number that callers may calculate with, and no value is read."""
+
+    def attend(ids: Tensor, x: Tensor) -> Tensor:
+        cu_seqlens, longest = cu_seqlens_of(ids)
+        out = flash_attention_varlen(x, x, x, cu_seqlens, cu_seqlens, longest, longest)
+        return out / (longest + 1)
+
+    x, ids = torch.randn(22, 2, 16), IDS.sort(1).values
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (11, 9):
+        expected = attend(ids[:, :n], x[: 2 * n]) * (1 + cu_seqlens_of(ids[:, :n])[1]) / (1 + n)
+        close([compiled(ids[:, :n], x[: 2 * n])], [expected])
+    torch._dynamo.reset()
+    q = x.view(2, 11, 2, 16).to("meta")
+    assert attend(ids.to("meta"), x.to("meta")).shape == x.shape
+    assert flash_attention(q, q, q, document_ids=ids.to("meta"), layout="bshd").shape == q.shape
+    with FakeTensorMode() as mode:
+        assert attend(mode.from_tensor(ids), mode.from_tensor(x)).shape == x.shape
 
 
 BAD = [

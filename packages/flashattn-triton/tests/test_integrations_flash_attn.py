@@ -155,7 +155,7 @@ def test_unknown_and_harmless_arguments() -> None:
     q, k, v = (x[None] for x in leaves(5, 5))
     with pytest.raises(TypeError, match=r"flash_attn_func must be called .* but got scale\."):
         flash_attn_func(q, k, v, scale=1.0)
-    with pytest.raises(TypeError, match=r"query must be a torch\.Tensor"):
+    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor"):
         flash_attn_func(q.detach().numpy(), k, v)
     expected = flash_attn_func(q, k, v)
     plain = {"num_splits": 0, "pack_gqa": True, "sm_margin": 4, "qv": None, "attention_chunk": 0}

@@ -314,6 +314,59 @@ def test_vmap_over_packed_batches() -> None:
     torch.testing.assert_close(actual, torch.stack([torch.func.grad(loss)(own) for own in x]))
 
 
+@compiler
+@pytest.mark.skipif(DEVICE != "cpu", reason="values of starts are checked on the CPU alone")
+def test_starts_are_checked_each_time_where_operators_run() -> None:
+    """Also of a call that is found, and of each element that is mapped over."""
+    starts = torch.tensor([[0, 4, 10], [0, 12, 10]], dtype=torch.int32)
+    x = torch.randn(10, 2, 16)
+
+    def attend(starts: torch.Tensor) -> torch.Tensor:
+        return flash_attention_varlen(x, x, x, starts, starts)
+
+    expected = attend(starts[0])
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for function in (compiled, torch.func.functionalize(attend)):
+        torch.testing.assert_close(function(starts[0]), expected)
+        with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+            function(starts[1])
+    with pytest.raises(ValueError, match="cu_seqlens_q must rise from 0"):
+        torch.vmap(attend)(starts)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_traced_module_reads_its_own_starts(implementation: Any) -> None:
+    """``torch.jit.trace`` records the operator, not what one call computed."""
+    x = torch.randn(10, 2, 16, device=DEVICE)
+
+    def attend(x: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        return flash_attention_varlen(x, x, x, starts, starts, implementation=implementation)
+
+    starts = torch.tensor([[0, 4, 10], [0, 1, 7]], dtype=torch.int32, device=DEVICE)
+    traced = torch.jit.trace(attend, (x, starts[0]))
+    torch.testing.assert_close(traced(x + 1, starts[1]), attend(x + 1, starts[1]))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_negative_views_have_their_sign(implementation: Any) -> None:
+    """The imaginary part of a conjugate is a view of memory that holds the other sign."""
+    q, k, v = leaves()
+    numbers = torch.randn(2, 2, 40, 40, dtype=torch.complex64, device=DEVICE).conj().imag
+    assert numbers.is_neg()
+    for bias in (numbers, numbers.resolve_neg()):  # in this order: the second call is found
+        out, lse = flash_attention(
+            q, k, v, bias=bias, return_lse=True, implementation=implementation
+        )
+        results = [out, *torch.autograd.grad(lse, (q, k), numbers[..., 0], retain_graph=True)]
+        wanted = torch.autograd.grad(lse, (q, k), numbers[..., 0].resolve_neg())
+        torch.testing.assert_close(results[1:], list(wanted))
+        if bias is numbers:
+            expected = out
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "reference"])
 def test_autocast(implementation: str) -> None:
     inputs = leaves()

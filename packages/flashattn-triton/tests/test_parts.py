@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from flashattn_triton import (
@@ -14,6 +16,7 @@ from flashattn_triton import (
     flash_attention_varlen,
     merge,
 )
+from flashattn_triton.parts import _share_memory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLEMENTATIONS = ["tiled", "reference", "triton"]
@@ -158,6 +161,8 @@ def test_unknown_keywords() -> None:
         ({"into": "expanded"}, "into's dQ must be float32"),
         ({"into": "input"}, "into's dQ must have memory of its own, .* but got that of "),
         ({"into": "twice"}, "into's dV must have memory of its own, .* that of an input or of"),
+        ({"into": "overlap"}, "into's dV must have memory of its own, .* that of an input or of"),
+        ({"into": "within input"}, "into's dQ must have memory of its own"),
         ({"into": "stack"}, "into must be dQ, dK and dV, but got Tensor"),
         ({"layout": "thd"}, "layout must be one of bhsd, bshd, but got 'thd'"),
         ({"lse": (1, 2, 5)}, "lse must be torch.float32 of shape"),
@@ -183,6 +188,13 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
             into[0] = x
         case "twice":
             into[2] = into[1]
+        case "overlap":
+            rows = torch.zeros(1, 2, 21, 16)
+            into[1:] = rows[:, :, :20], rows[:, :, 1:]
+        case "within input":
+            x = torch.randn(1, 2, 21, 16)
+            into[0], x = x[:, :, 1:], x[:, :, :20]
+            out = x
         case "stack":
             into = torch.stack(into)
         case torch.half:
@@ -195,7 +207,7 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
         out = torch.zeros(change.pop("out"))
     with pytest.raises(ValueError, match=message):
         backward(x, x, x, out, lse, x, into, **change)
-    assert not any(total.any() for total in into if total is not x)
+    assert not any(total.any() for total in into if total._base is None and total is not x)
     with pytest.raises(TypeError, match=r"grad_lse must be a torch\.Tensor"):
         backward(x, x, x, x, torch.zeros(1, 2, 20), x, into, grad_lse=[0])
 
@@ -256,3 +268,25 @@ def test_within_a_transform(mapped: str) -> None:
     dims = tuple(0 if name == mapped else None for name in of)
     with pytest.raises(RuntimeError, match="but got one of a transform, such as"):
         torch.func.vmap(differentiate, dims)(*arguments)
+
+
+VIEWS = st.tuples(st.integers(0, 12), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6))))
+
+
+@given(VIEWS, VIEWS, st.sampled_from([torch.uint8, torch.float16]))
+def test_shared_memory_is_found_whatever_the_strides(x: Any, y: Any, dtype: torch.dtype) -> None:
+    """Compared with the sets of all bytes."""
+    memory = torch.zeros(200, dtype=torch.uint8)
+    views, of_each = [], []
+    for (start, dimensions), kind in ((x, dtype), (y, torch.float32)):
+        sizes, strides = zip(*dimensions[:3], strict=True) if dimensions else ((), ())
+        views.append(memory.view(kind).as_strided(sizes, strides, start))
+        offsets = torch.arange(200).view(-1, kind.itemsize)
+        of_each.append(
+            set(
+                offsets[torch.arange(len(offsets)).as_strided(sizes, strides, start)]
+                .flatten()
+                .tolist()
+            )
+        )
+    assert _share_memory(*views) == bool(set.intersection(*of_each))

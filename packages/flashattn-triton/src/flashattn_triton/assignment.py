@@ -118,15 +118,9 @@ def _as_heads(x: Tensor) -> Tensor:
 
 
 def flash_backward(
-    Q: Tensor,
-    K: Tensor,
-    V: Tensor,
-    O: Tensor,  # noqa: E741 - the paper's name
-    dO: Tensor,
-    L: Tensor,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    Q: Tensor, K: Tensor, V: Tensor, O: Tensor, dO: Tensor, L: Tensor,  # noqa: E741 - the paper's
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Eq. 13-19 of the assignment on whole matrices, in fp32 whatever the dtype of the inputs.
 
     Recomputing P from the saved logsumexp needs no softmax and no online trick, so this is the

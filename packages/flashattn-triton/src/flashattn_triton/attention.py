@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, Never, Unpack, overload
+from typing import Literal, Never, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -161,8 +161,9 @@ def flash_attention(
     if unknown:
         refuse_unknown("flash_attention", [*Keywords.__annotations__, "return_lse"], unknown)
     normalise_flag("return_lse", return_lse)
-    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
-        check_tensors(query=query, key=key, value=value)
+    for x in (query, key, value):
+        if type(x) not in PLAIN or x.is_nested:
+            check_tensors(query=query, key=key, value=value)
     if max_documents is not None:
         normalise_length("max_documents", max_documents)
     leading, given = None, NOTHING
@@ -272,14 +273,11 @@ def flash_attention_varlen(
     """
     normalise_flag("return_lse", return_lse)
     for x in (query, key, value, cu_seqlens_q, cu_seqlens_k):
-        if type(x) not in PLAIN:
+        if type(x) not in PLAIN or x.is_nested:
             check_tensors(
-                query=query,
-                key=key,
-                value=value,
-                cu_seqlens_q=cu_seqlens_q,
+                query=query, key=key, value=value, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_k,
-            )
+            )  # fmt: skip
     if (
         cu_seqlens_q.dtype is not torch.int32
         or cu_seqlens_k.dtype is not torch.int32
@@ -391,7 +389,6 @@ def _attend_to_packed_rows(
     alibi_slopes, bias, prefix_lengths, mask, sinks, _, _ = given
     others = {"bias": bias, "prefix_lengths": prefix_lengths, "mask": mask}
     rows = [x if layout == "bshd" else x.movedim(-3, -2) for x in (query, key, value)]
-    places: tuple[Any, ...]
     if key_lengths is None:
         assert document_ids is not None
         refuse_with_packed_rows("document_ids", **others)

@@ -12,11 +12,11 @@ keys), D head_dim, E head_dim of value.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flashattn_triton.inputs import check_equal, check_tensors
 from flashattn_triton.problem import normalise_length
@@ -28,23 +28,13 @@ _SCATTERED = (
 _REMEDY = "Sort the tokens by document, or give every piece a number of its own."
 
 
-@overload
-def cu_seqlens_of(document_ids: Tensor, max_documents: None = None) -> tuple[Tensor, int]: ...
-
-
-@overload
-def cu_seqlens_of(document_ids: Tensor, max_documents: int | None) -> tuple[Tensor, int | None]: ...
-
-
-def cu_seqlens_of(
-    document_ids: Tensor, max_documents: int | None = None
-) -> tuple[Tensor, int | None]:
+def cu_seqlens_of(document_ids: Tensor, max_documents: int | None = None) -> tuple[Tensor, int]:
     """Where each document starts if rows are packed one after another.
 
     The host waits for the device, because how many documents there are decides the result's shape.
-    In compiled code and with ``max_documents`` it does not, so that compilers, exporters and CUDA
-    graphs can take part: the starts are followed by those of empty documents, at a fixed size, and
-    mistakes are errors of the device.
+    In compiled code, without values ("meta" and fake tensors) and with ``max_documents`` it does
+    not, so that compilers, exporters and CUDA graphs can take part: the starts are followed by
+    those of empty documents, at a fixed size, and mistakes are errors of the device.
 
     Args:
         document_ids: (..., N) integers. Tokens of one document are neighbours and have the same
@@ -54,8 +44,8 @@ def cu_seqlens_of(
 
     Returns:
         (documents + 1,) int32 starts, which end with the number of tokens, and the length of the
-        longest document, or None where the host does not wait: what ``flash_attention_varlen``
-        takes.
+        longest document, or where the host does not wait N, which no document exceeds: what
+        ``flash_attention_varlen`` takes.
 
     Raises:
         ValueError: not integers, or mapped over by ``torch.vmap``, or a document in several pieces,
@@ -85,7 +75,8 @@ def cu_seqlens_of(
     )
     in_one_piece = begins.sum(dim=1) == distinct.sum(dim=1)  # of each row
     n_tokens = rows.numel()
-    if max_documents is None and not torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling() or rows.is_meta or isinstance(rows, FakeTensor)
+    if max_documents is None and not traced:
         scattered = (~in_one_piece).nonzero().flatten()
         if len(scattered):
             raise ValueError(f"{_SCATTERED} in row {int(scattered[0])}. {_REMEDY}")
@@ -101,7 +92,7 @@ def cu_seqlens_of(
             f"{max_documents}, and there are more. Leave it out, or pass more.",
         )
         starts = starts[:max_documents]
-    return F.pad(starts, (0, 1), value=n_tokens).int(), None
+    return F.pad(starts, (0, 1), value=n_tokens).int(), rows.shape[1]
 
 
 def places_of_documents(
@@ -109,7 +100,7 @@ def places_of_documents(
     max_documents: int | None,
     tensors: Sequence[Tensor],
     alibi_slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, int | None, int | None]:
+) -> tuple[Tensor, Tensor, int, int]:
     """Where documents are among the tokens of all rows: two ``cu_seqlens`` and ``max_seqlen``.
 
     ``tensors`` are query, key and value, (..., N, H, D); the other arguments are those of

@@ -162,10 +162,9 @@ def check_starts(
     """Checks the values of ``cu_seqlens`` of CPU tensors that :func:`check_varlen` has accepted."""
     if query.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:
-        return  # fake tensors have no values; those of DTensors are checked where they are local
-    if any(torch._C._functorch.is_batchedtensor(x) for x in (cu_seqlens_q, cu_seqlens_k)):
-        return  # vmap's rule checks each element
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(type(x) is not Tensor or wrapped(x) for x in (cu_seqlens_q, cu_seqlens_k)):
+        return  # the operator checks what a transform or a DTensor hands to it
     for side, starts, total, limit in (
         ("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
         ("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
@@ -297,11 +296,12 @@ def check_tensors(**tensors: object) -> None:
                 f"{name} must be a torch.Tensor, but got {kind.__module__}.{kind.__qualname__}. "
                 f"Convert it with {remedy}({name})."
             )
-        if x.layout != torch.strided:
+        if x.is_nested or x.layout != torch.strided:
+            got = f"{'a nested one' if x.is_nested else 'one'} of layout {x.layout}"
             raise ValueError(
-                f"{name} must be a strided tensor, but got one of layout {x.layout}. Use "
-                f"to_dense() of sparse tensors, and flash_attention_varlen for sequences of "
-                f"different lengths, with the values() and offsets() of jagged tensors."
+                f"{name} must be a strided tensor, but got {got}. Use to_dense() of sparse "
+                f"tensors, and flash_attention_varlen for sequences of different lengths, with "
+                f"torch.cat of their tensors, or the values() and offsets() of a jagged one."
             )
 
 

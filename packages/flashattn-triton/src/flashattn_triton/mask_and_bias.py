@@ -177,11 +177,7 @@ def joined_parts(parts: Sequence[Tensor], n_rows: int, unowned: float = 0.0) -> 
 
 
 def resolve_mask_and_bias(
-    given: Given,
-    layout: str,
-    leading: Sequence[int],
-    query: Tensor,
-    key: Tensor,
+    given: Given, layout: str, leading: Sequence[int], query: Tensor, key: Tensor
 ) -> Given:
     """Checks user arguments and brings them into one shape.
 

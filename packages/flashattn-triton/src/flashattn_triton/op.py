@@ -135,6 +135,9 @@ class CachedCall:
         self, query: Tensor, key: Tensor, value: Tensor, given: Given
     ) -> tuple[Tensor, Tensor]:
         """Output in the layout of the inputs, and logsumexp (B, H, N_q), or (H, T_q)."""
+        if self.problem.packed:  # by other starts than those that this call was made with
+            starts_q, starts_k = given[STARTS:]
+            check_starts(query, key, starts_q, starts_k, *self.problem.longest)  # type: ignore[arg-type]
         return self.launch((query, key, value), given)
 
     def backward(
@@ -299,13 +302,13 @@ class Attend(_SingleLevelFunction):
             needs = (any(needed[1:4]), needed[4 + BIAS], needed[4 + SINKS])
         tensors = (query, key, value, out, lse, grad_out, grad_lse)
         # With a graph of its own, the backward pass must say that it has no derivative. Tensors of
-        # ``torch.autograd.grad(is_grads_batched=True)`` have no memory.
+        # ``torch.autograd.grad(is_grads_batched=True)`` have no memory, and that of negative views,
+        # as of ``x.conj().imag``, has the other sign: PyTorch resolves both for operators.
         gradients: Any
         if isinstance(call, CachedCall) and not (
             torch.is_grad_enabled()
             or _is_watched()
-            or _is_batched(grad_out)
-            or (grad_lse is not None and _is_batched(grad_lse))
+            or any(x is not None and (_is_batched(x) or x.is_neg()) for x in (grad_out, grad_lse))
         ):
             gradients = call.backward(tensors, given, needs)
         else:
@@ -520,6 +523,7 @@ def _is_watched() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
     )
 
 
@@ -533,7 +537,7 @@ def _cached_call(
         return None
     if given is not NOTHING:
         for x in given:
-            if x is not None and type(x) not in PLAIN:
+            if x is not None and (type(x) not in PLAIN or x.is_neg()):
                 return None
     try:  # not around a new call, whose errors are the caller's
         cache_key = key_of(problem, query, key, value, given)
@@ -571,9 +575,6 @@ def attend(
         return out, lse
     differentiated = query.requires_grad or key.requires_grad or value.requires_grad
     if given is not NOTHING:
-        if problem.packed:
-            starts_q, starts_k = given[STARTS:]
-            check_starts(query, key, starts_q, starts_k, *problem.longest)  # type: ignore[arg-type]
         if not call.normal:
             given = normalised(problem, query, key, given)
         if call.masked:

@@ -14,6 +14,7 @@ part's output, and every part's dQ, to the inputs' dtype instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -275,7 +276,7 @@ def _check_results(
 
 
 def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Sequence[Any]) -> None:
-    taken = {x.data_ptr() for x in read if x is not None}
+    taken = [x for x in read if x is not None]
     names = ("into's dQ", "into's dK", "into's dV", "grad_sinks")
     for name, total, x in zip(names, sums, inputs, strict=True):
         if x is None:
@@ -289,9 +290,33 @@ def _check_sums(sums: Sequence[Any], inputs: Sequence[Any], read: Sequence[Any])
                 f"rows, but got {total.dtype} of shape {tuple(total.shape)} and strides "
                 f"{total.stride()} on {total.device}. Allocate it with torch.zeros."
             )
-        if total.numel() and total.data_ptr() in taken:
+        if any(_share_memory(total, x) for x in taken):
             raise ValueError(
                 f"{name} must have memory of its own, because it is changed, but got that of an "
                 f"input or of another sum. Allocate it with torch.zeros."
             )
-        taken.add(total.data_ptr())
+        taken.append(total)
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether some byte belongs to both, whatever the strides: views may lie between each other."""
+    if not x.numel() or not y.numel():
+        return False
+    # Steps from x's first byte to another one of x, and back from one of y, by their length.
+    least, most = Counter({1: 1 - y.element_size()}), Counter({1: x.element_size() - 1})
+    for steps, sign, tensor in ((most, 1, x), (least, -1, y)):
+        for n, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            steps[stride * tensor.element_size()] += sign * (n - 1)
+    lengths = sorted({*least, *most} - {0}, reverse=True)
+    return _reaches(y.data_ptr() - x.data_ptr(), [(n, least[n], most[n]) for n in lengths])
+
+
+def _reaches(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether steps add up to ``distance``: of each, the length, and how many at least and most."""
+    if not steps:
+        return distance == 0
+    (length, least, most), *shorter = steps
+    low, high = (sum(step[0] * step[bound] for step in shorter) for bound in (1, 2))
+    first, last = -((high - distance) // length), (distance - low) // length
+    counts = range(max(least, first), min(most, last) + 1)
+    return any(_reaches(distance - length * n, shorter) for n in counts)

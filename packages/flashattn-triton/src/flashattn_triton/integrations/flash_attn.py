@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
+from flashattn_triton.inputs import check_tensors
 from flashattn_triton.problem import PackedKeywords, as_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
@@ -114,8 +115,7 @@ def flash_attn_func(
         window_size, softcap, alibi_slopes, deterministic,
     )  # fmt: skip
     flag = normalise_flag("return_attn_probs", return_attn_probs)
-    if isinstance(q, Tensor):  # what is none is named by flash_attention
-        _check_rows(q=q)
+    _check_rows(q=q)
     result = flash_attention(q, k, v, layout="bshd", return_lse=flag, **options)
     return result if isinstance(result, Tensor) else (*result, None)
 
@@ -335,13 +335,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _check_rows(**tensors: object) -> None:
+def _check_rows(**tensors: Tensor) -> None:
+    check_tensors(**tensors)
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(
-                f"{name} must be a torch.Tensor, but got {type(x).__name__}. Convert it with "
-                f"torch.as_tensor({name})."
-            )
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, sequence, heads, head_dim), but got {x.dim()} dimensions: "
