@@ -98,14 +98,16 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
     for i, name in enumerate(("q", "k_cache", "v_cache", "k")):
         given: list[Any] = [query, key, value, new_keys, new_values]
         given[i] = [1]
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, but got list"):
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, but got builtins.list"):
             flash_attn_with_kvcache(*given)
     with pytest.raises(ValueError, match=r"q must be \(batch, sequence, heads, head_dim\)"):
         flash_attn_with_kvcache(query[0], key, value)
     with pytest.raises(ValueError, match="block_table must be None"):
         flash_attn_with_kvcache(query, key, value, block_table=lengths)
-    with pytest.raises(ValueError, match=r"cache_seqlens must be .* 2 rows, but got shape \(3,\)"):
-        flash_attn_with_kvcache(query, key, value, cache_seqlens=torch.zeros(3, dtype=torch.int32))
+    for wrong, got in ((torch.zeros(3).int(), r"int32 .*\(3,\)"), (torch.ones(2), "float32")):
+        with pytest.raises(ValueError, match=rf"cache_seqlens must be .* 2 rows, but got .*{got}"):
+            flash_attn_with_kvcache(query, key, value, new_keys, new_keys, cache_seqlens=wrong)
+    flash_attn_with_kvcache(query, key, value, cache_seqlens=torch.tensor([[2]]))
     with pytest.raises(ValueError, match="v must be a tensor where the other one is"):
         flash_attn_with_kvcache(query, key, value, new_keys)
     wrong = (new_values[:, :1], new_values[:1], new_values[:, :, :1], new_values.double())

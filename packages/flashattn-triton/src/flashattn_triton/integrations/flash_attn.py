@@ -263,11 +263,11 @@ def flash_attn_with_kvcache(
     filled = (0 if k is not None else k_cache.shape[1]) if cache_seqlens is None else cache_seqlens
     lengths = torch.as_tensor(filled, device=q.device)
     if lengths.numel() == 1:
-        lengths = lengths.expand(len(q))
-    elif lengths.shape != q.shape[:1]:
+        lengths = lengths.reshape(1).expand(len(q))
+    if lengths.shape != q.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"cache_seqlens must be one number, or one for each of {len(q)} rows, but got shape "
-            f"{tuple(lengths.shape)}. Count the places that are filled."
+            f"cache_seqlens must be one integer, or one for each of {len(q)} rows, but got "
+            f"{lengths.dtype} of shape {tuple(lengths.shape)}. Count the places that are filled."
         )
     if k is not None and v is not None:
         _check_rows(k=k, v=v)
