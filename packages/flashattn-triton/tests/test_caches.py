@@ -98,7 +98,7 @@ def test_flash_attns_function_adds_to_the_cache() -> None:
     for i, name in enumerate(("q", "k_cache", "v_cache", "k")):
         given: list[Any] = [query, key, value, new_keys, new_values]
         given[i] = [1]
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, but got .*list"):
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.Tensor, but got list"):
             flash_attn_with_kvcache(*given)
     with pytest.raises(ValueError, match=r"q must be \(batch, sequence, heads, head_dim\)"):
         flash_attn_with_kvcache(query[0], key, value)

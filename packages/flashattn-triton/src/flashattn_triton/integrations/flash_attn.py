@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashattn_triton import flash_attention, flash_attention_varlen
-from flashattn_triton.inputs import check_tensors
 from flashattn_triton.problem import PackedKeywords, as_number, normalise_flag
 
 # flash-attn returns a third value, the probabilities, for tests of its dropout.
@@ -335,9 +334,13 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.reshape(batch, seqlen, *hidden_states.shape[1:])
 
 
-def _check_rows(**tensors: Tensor) -> None:
-    check_tensors(**tensors)
+def _check_rows(**tensors: object) -> None:
     for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"{name} must be a torch.Tensor, but got {type(x).__name__}. Convert it with "
+                f"torch.as_tensor({name})."
+            )
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, sequence, heads, head_dim), but got {x.dim()} dimensions: "
