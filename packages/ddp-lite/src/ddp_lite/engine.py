@@ -141,7 +141,8 @@ class Arrivals:
         if engine is not None:  # else its user has dropped it
             self.begun = True
             engine.finish_after_this_backward()
-            engine.ranks.follow_timeout()
+            if engine.ranks.has_own_connections:
+                engine.ranks.follow_timeout()
 
     def _completed(self) -> None:
         """Starts buckets in the plan's order, on which all ranks agree; early ones wait."""
@@ -299,7 +300,7 @@ class Engine:
 
         ``DataParallelBase.finish_gradient_synchronization`` lists the errors.
         """
-        if not self.arrivals.begun:
+        if self.ranks.has_own_connections and not self.arrivals.begun:
             self.ranks.follow_timeout()
         with torch.no_grad():
             for task in self.tasks:

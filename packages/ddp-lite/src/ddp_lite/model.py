@@ -206,13 +206,8 @@ class ModuleWatch:
         """Waits for all ranks to change ``requires_grad``; a ModelMismatchError if not all do."""
         ranks = self._ranks
         names = {id(p): name for name, p in reversed(self._by_name.items())}
-        changed = shortened(
-            [
-                names[id(p)]
-                for p, was in zip(self._parameters, self._required, strict=True)
-                if p.requires_grad != was
-            ]
-        )
+        pairs = zip(self._parameters, self._required, strict=True)
+        changed = shortened([names[id(p)] for p, was in pairs if p.requires_grad != was])
         report = (
             f"requires_grad of {changed} changed on this rank before step {ranks.step}, which "
             "waits for all ranks to change it"
