@@ -41,6 +41,11 @@ def bad_modules(rank: int, world_size: int, name: str) -> None:
     expect(ValueError, "weight is on the meta device", lambda: wrapper(hollow))
     expect(ValueError, "weight is uninitialised", lambda: wrapper(nn.LazyLinear(3)))
     expect(ValueError, "sparse=False", lambda: wrapper(nn.Embedding(3, 3, sparse=True)))
+    with pytest.warns(UserWarning, match="no trainable parameters"):
+        wrapper(nn.Embedding(3, 3, sparse=True).requires_grad_(False))
+    told = nn.Linear(3, 3)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(told, ["bias"])
+    expect(ValueError, "told to ignore bias", lambda: wrapper(told))
     for buffer in (torch.ones(1).expand(3, 3), torch.eye(3).to_sparse()):
         plain.register_buffer("mask", buffer)
         expect(ValueError, "mask is sparse or expanded.*contiguous copy", lambda: wrapper(plain))
@@ -216,6 +221,9 @@ def transparent(rank: int, world_size: int, name: str) -> None:
         model[0].weight.fill_(9)
     parent.load_state_dict(whole)
     assert torch.equal(model[0].weight, saved["0.weight"])
+    assert {n for n, _ in [*parent.named_parameters(), *parent.named_buffers()]} == whole.keys()
+    assert dict(wrapped.named_modules()).keys() == dict(model.named_modules()).keys()
+    assert {wrapped, model} < {*parent.modules()}
 
     wrapped.label = "outer"
     assert model.label == "outer"

@@ -208,6 +208,40 @@ def test_both_kinds_of_activation_checkpointing(
     run_case(checkpointing, 2, CHECKPOINTS, name, reentrant, auto_finish)
 
 
+def around(rank: int, world_size: int, name: str) -> None:
+    """Checkpoints of the wrapper itself, whose forward runs again inside backward."""
+    wrapped = EVERY[name](mlp(), missing_gradients="error")
+    for first, second in itertools.product((False, True), repeat=2):
+        wrapped.zero_grad()
+        step = wrapped._engine.ranks.step
+        x = batch(rank, 1).requires_grad_()
+        y = checkpoint(wrapped, batch(rank).requires_grad_(), use_reentrant=first)
+        (
+            y + (checkpoint(wrapped, x, use_reentrant=False) if second else wrapped(x))
+        ).sum().backward()
+        assert_gradients(wrapped, reference(world_size, 2))
+        assert first or wrapped._engine.ranks.step == step + 1
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_checkpoints_around_the_wrapper_make_one_synchronisation(name: str) -> None:
+    run_case(around, 2, EVERY, name)
+
+
+def second_order(rank: int, world_size: int, name: str) -> None:
+    """``create_graph=True`` records what is done to gradients, and averages are no part of it."""
+    wrapped = EVERY[name](mlp())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
+        wrapped(batch(rank)).sum().backward(create_graph=True)
+    assert_gradients(wrapped, [g.requires_grad_() for g in reference(world_size)])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_backward_that_creates_a_graph(name: str) -> None:
+    run_case(second_order, 2, EVERY, name)
+
+
 @dataclasses.dataclass
 class Output:
     value: torch.Tensor
@@ -265,6 +299,26 @@ def dtypes(rank: int, world_size: int, name: str) -> None:
         assert p.grad.dtype == p.dtype, key
         assert torch.equal(p.grad, torch.full_like(p, (world_size + 1) / 2)), key
     assert "float16" in wrapped.explain()
+
+
+def gradients_of_another_dtype(rank: int, world_size: int, name: str) -> None:
+    """float32 of bfloat16 parameters, whose first mean, 1 + 2⁻⁸, is no bfloat16 number."""
+    values = [torch.ones(3, dtype=torch.bfloat16) for _ in range(3)]
+    model = nn.ParameterList(values)
+    model[0].grad_dtype = model[1].grad_dtype = torch.float32
+    wrapped = EVERY[name](model)
+    scales = [1 + 2**-7 * rank, float(rank), 1.0]
+    used = [0, 2] if rank == 0 else [0, 1, 2]
+    sum((model[i].float() * scales[i]).sum() for i in used).backward()
+    wrapped.finish_gradient_synchronization()
+    for p, mean in zip(wrapped.parameters(), [1 + 2**-8, 0.5, 1.0], strict=True):
+        assert p.grad.dtype == p.grad_dtype
+        assert torch.equal(p.grad, torch.full_like(p.grad, mean))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_of_another_dtype_than_their_parameters(name: str) -> None:
+    run_case(gradients_of_another_dtype, 2, EVERY, name)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -566,6 +620,8 @@ def uneven(rank: int, world_size: int, name: str, average_over: str, policy: str
             wrapped(batch(rank, step)).sum().backward()
             wrapped.finish_gradient_synchronization()
             update()
+            if rank == 2:
+                wrapped(batch(rank))  # no step, because no backward follows
     assert len(steps) == 5
     model = mlp()
     for step in range(5):

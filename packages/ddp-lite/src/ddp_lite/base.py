@@ -86,13 +86,10 @@ class DataParallelBase(TransparentWrapper, ABC):
         self._policy = missing_gradients
         self._stats: StepStats | None = None
         self._ranks = Ranks(self.process_group, self.device, type(self).__name__)
-        settings = {
-            "class": type(self).__name__,
-            "missing_gradients": missing_gradients,
-            "auto_finish": str(auto_finish),
-        }
+        settings = {"class": type(self).__name__, "missing_gradients": missing_gradients}
+        settings |= {"auto_finish": str(auto_finish), **self._settings}
         what = "the comparison and broadcast of models"
-        self._ranks.together(what, self._make_models_equal, {**settings, **self._settings})
+        self._ranks.together(what, self._make_models_equal, settings)
         self._ranks.step = 1
         self._watch = model.ModuleWatch(module, self._ranks)
         self._same_step = SameStep(self.device)
@@ -139,10 +136,6 @@ class DataParallelBase(TransparentWrapper, ABC):
         engine.begin_forward()
         if self._watch.has_changed():
             self._adopt()
-        if engine.arrivals.accumulating:
-            return self.module(*inputs, **kwargs)
-        for task in engine.tasks:
-            task.forward_begins(engine)
         outputs = self.module(*inputs, **kwargs)
         engine.finish_after_backward_of(outputs)
         return outputs
@@ -196,8 +189,8 @@ class DataParallelBase(TransparentWrapper, ABC):
         """For ranks with different numbers of batches; wrap the whole training loop in it.
 
         A rank that leaves the block before the others takes part in their steps with zeros.
-        Inside, every forward outside ``no_sync`` and ``no_grad`` begins a step and must be
-        followed by its backward. Gradients accumulated in ``no_sync`` and never sent are lost.
+        Inside, every backward outside ``no_sync`` is a step. Gradients accumulated in ``no_sync``
+        and never sent are lost.
 
         Args:
             shadow_step: called after each such step with the averages in place; do there the same

@@ -56,9 +56,6 @@ class SideTask:
     def begin(self, engine: Engine) -> None:
         """A step is about to begin, or the last one was given up."""
 
-    def forward_begins(self, engine: Engine) -> None:
-        """A forward pass begins whose gradients will be synchronised."""
-
     def taken(self, engine: Engine, bucket: Bucket, absent: Sequence[int], again: bool) -> None:
         """A bucket is about to be reduced; this rank has no gradient of the parameters ``absent``.
 
@@ -152,9 +149,10 @@ class Arrivals:
         engine, outstanding = self.engine(), self.outstanding
         if engine is None or engine.when != "in backward":
             return
-        while self.next < len(outstanding) and not outstanding[self.next]:
-            self.next += 1
-            engine._start(engine.buckets[self.next - 1])
+        with torch.no_grad():  # backward(create_graph=True) would record what is done here
+            while self.next < len(outstanding) and not outstanding[self.next]:
+                self.next += 1
+                engine._start(engine.buckets[self.next - 1])
 
 
 # -- 2., 3. and 4. -----------------------------------------------------------------------------
@@ -225,7 +223,7 @@ class Engine:
         named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.specs = [
-            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.dtype)
+            ParameterSpec(index=index, name=name, numel=p.numel(), dtype=p.grad_dtype or p.dtype)
             for index, (name, p) in enumerate(named)
         ]
         self._hooks.append(Hooks(self.parameters, self.arrivals.arrived, self.ranks.owner))
@@ -255,15 +253,16 @@ class Engine:
                 averages.
             RuntimeError: the hooks were removed.
         """
-        if self.arrivals.begun and not self.arrivals.accumulating:
+        task = torch._C._current_graph_task_id()  # -1 outside backward
+        if self.arrivals.begun and not self.arrivals.accumulating and task == -1:
             raise self._unfinished()
         if not self._hooks:
             raise RuntimeError(
                 f"a {self.ranks.owner} must not be called after detach(), because gradients are "
                 "not synchronised any more. Call the module itself, or wrap it again"
             )
-        self.finished = False
-        self._backward = None
+        if task != self._backward:  # else a checkpoint of the wrapper repeats the forward
+            self.finished, self._backward = False, None
         self._hooks[0].run_last()
 
     # 2. A bucket's reduction starts.
@@ -274,8 +273,7 @@ class Engine:
         gradients = [parameter.grad for parameter in bucket.parameters]
         absent: list[int] = []
         if not _as_wrapped(bucket, gradients):
-            specs = [self.specs[index] for index in bucket.indices]
-            refuse_other_gradients(specs, gradients, self.ranks)
+            refuse_other_gradients([self.specs[i] for i in bucket.indices], gradients, self.ranks)
             pairs = zip(bucket.indices, gradients, strict=True)
             absent = [index for index, gradient in pairs if gradient is None]
         for task in self.tasks:
@@ -375,7 +373,7 @@ class Engine:
         A callback that is queued from inside a re-entrant checkpoint would run when that inner
         backward ends; the gradient of an output belongs to the outermost one.
         """
-        if self.auto_finish:
+        if self.auto_finish and self._backward is None:
             for tensor in tensors_in(outputs):
                 # A parameter that is returned would keep this hook, and has its own.
                 if tensor.requires_grad and not tensor.is_leaf:
@@ -448,8 +446,7 @@ class Engine:
             "every backward must be finished before the next forward, but after step "
             f"{self.ranks.step - 1} a backward produced gradients of "
             f"{len(marks) - marks.count(ABSENT)} parameters on rank {self.ranks.rank} that were "
-            "never synchronised, so an optimizer step would make the ranks differ. "
-            f"{remedy}"
+            f"never synchronised, so an optimizer step would make the ranks differ. {remedy}"
         )
 
 

@@ -62,7 +62,8 @@ class ByHook:
             average.count(bucket.nbytes)
             work = self._hook.average_in_place(bucket, values)
         else:
-            bucket.flat = flat = bucket.parameters[0].new_empty(bucket.padded_numel)
+            flat = bucket.parameters[0].new_empty(bucket.padded_numel, dtype=bucket.dtype)
+            bucket.flat = flat
             own = pack(bucket, gradients, flat)
             average.count(flat.nbytes)
             work = self._hook(flat, bucket)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_lite.buckets import Bucket
 from ddp_lite.engine import ACCUMULATED, Engine, SideTask
 from ddp_lite.ranks import all_reduce
 
@@ -38,8 +39,8 @@ class Join(SideTask):
         self._rescale = average_over == "active"
         self._active: Tensor | None = None  # number of ranks with a batch in this step
 
-    def forward_begins(self, engine: Engine) -> None:
-        """Says that this rank has a batch, once a step."""
+    def taken(self, engine: Engine, bucket: Bucket, absent: Sequence[int], again: bool) -> None:
+        """Says that this rank has a batch, once a step, before the first reduction."""
         if self._active is None:
             self._active = self._count(1.0, engine)
 
@@ -49,8 +50,7 @@ class Join(SideTask):
             self._active = active
             for parameter in engine.parameters:
                 parameter.grad = None
-            marks = engine.arrivals.marks
-            marks[:] = bytes([ACCUMULATED]) * len(marks)  # no parameter counts as absent
+            engine.arrivals.marks = bytearray([ACCUMULATED] * len(engine.specs))  # none is absent
             engine.finish()
             shadow_step()
 

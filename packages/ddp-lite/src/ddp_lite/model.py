@@ -40,6 +40,11 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
             f"module must be a torch.nn.Module, but got {type(module).__name__}. "
             "Pass the model itself"
         )
+    if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", None):
+        raise ValueError(
+            "every parameter and buffer is made equal on all ranks, but torch DDP was told to "
+            f"ignore {shortened(list(ignored))}. Keep what is each rank's own outside the module."
+        )
     for name, child in module.named_modules():
         where = f"its submodule {name!r}" if name else "it"
         if isinstance(child, wrapper | DistributedDataParallel):
@@ -47,10 +52,11 @@ def check_module(module: nn.Module, wrapper: type[nn.Module]) -> None:
                 f"module must not be wrapped already, but {where} is a {type(child).__name__}. "
                 "Pass the plain module (wrapped.module)."
             )
-        if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+        embeds = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if embeds and child.sparse and child.weight.requires_grad:
             raise ValueError(
                 f"gradients must be dense, but {where} is a {type(child).__name__} with "
-                "sparse=True. Build it with sparse=False."
+                "sparse=True. Build it with sparse=False, or freeze it."
             )
     for name, parameter in module.named_parameters():
         if nn.parameter.is_lazy(parameter):
@@ -200,13 +206,8 @@ class ModuleWatch:
         """Waits for all ranks to change ``requires_grad``; a ModelMismatchError if not all do."""
         ranks = self._ranks
         names = {id(p): name for name, p in reversed(self._by_name.items())}
-        changed = shortened(
-            [
-                names[id(p)]
-                for p, was in zip(self._parameters, self._required, strict=True)
-                if p.requires_grad != was
-            ]
-        )
+        pairs = zip(self._parameters, self._required, strict=True)
+        changed = shortened([names[id(p)] for p, was in pairs if p.requires_grad != was])
         report = (
             f"requires_grad of {changed} changed on this rank before step {ranks.step}, which "
             "waits for all ranks to change it"

@@ -158,11 +158,8 @@ class InPlace:
     ) -> Reduction:
         """See ``Way``."""
         own, values, copy_back = contiguous(bucket, gradients)
-        nbytes = bucket.nbytes
-        if messages:
-            values = [*values, *messages]
-            nbytes += sum(message.nbytes for message in messages)
-        return Reduction((average(values, nbytes),), own, copy_back)
+        nbytes = bucket.nbytes + sum(message.nbytes for message in messages)
+        return Reduction((average([*values, *messages], nbytes),), own, copy_back)
 
     def __str__(self) -> str:
         return "coalesced in place"
@@ -185,7 +182,7 @@ class FlatCopy:
         self, average: Averager, bucket: Bucket, gradients: Gradients, messages: Sequence[Tensor]
     ) -> Reduction:
         """See ``Way``."""
-        flat = bucket.parameters[0].new_empty(bucket.numel)
+        flat = bucket.parameters[0].new_empty(bucket.numel, dtype=bucket.dtype)
         if self._keep:
             bucket.flat = flat
         views = pack(bucket, gradients, flat)
@@ -247,4 +244,4 @@ def pack(bucket: Bucket, gradients: Gradients, flat: Tensor) -> list[Tensor]:
 def with_zeros(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> list[Tensor]:
     """The gradients of the parameters, and zeros for those that have none."""
     pairs = zip(parameters, gradients, strict=True)
-    return [torch.zeros_like(p) if gradient is None else gradient for p, gradient in pairs]
+    return [torch.zeros_like(p, dtype=p.grad_dtype) if g is None else g for p, g in pairs]

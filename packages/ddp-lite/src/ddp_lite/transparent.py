@@ -50,6 +50,13 @@ class TransparentWrapper(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Any:
+        """The wrapper, then the module and those in it under the module's own names."""
+        memo = set() if memo is None else memo
+        if self.module not in memo:
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, *args, **kwargs)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's own, under the module's own names and in its order."""
         return self.module.named_parameters(*args, **kwargs)
