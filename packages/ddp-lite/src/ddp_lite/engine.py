@@ -149,9 +149,9 @@ class Arrivals:
         engine, outstanding = self.engine(), self.outstanding
         if engine is None or engine.when != "in backward":
             return
-        with torch.no_grad():  # backward(create_graph=True) would record what is done here
-            while self.next < len(outstanding) and not outstanding[self.next]:
-                self.next += 1
+        while self.next < len(outstanding) and not outstanding[self.next]:
+            self.next += 1
+            with torch.no_grad():  # backward(create_graph=True) would record what is done here
                 engine._start(engine.buckets[self.next - 1])
 
 

@@ -63,7 +63,7 @@ class Join(SideTask):
 
     def _count(self, mine: float, engine: Engine) -> Tensor:
         ranks = engine.ranks
-        count = torch.tensor(mine, device=ranks.device)
+        count = torch.full((), mine, device=ranks.device)  # a copy from the host would wait
         what = "the count of ranks that have a batch"
         ranks.together(what, all_reduce, ranks.control, count, dist.ReduceOp.SUM)
         return count
