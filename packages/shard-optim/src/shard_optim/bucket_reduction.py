@@ -13,7 +13,8 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
 a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
 over None when it clips. After the step it is a tensor of zeros until ``zero_grad()``, by which the
-next backward finds that this call was left out.
+next step finds that this call was left out. A backward may run before it, as that of a GAN's
+generator does, whose gradients for the discriminator are dropped.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class GradientReducer:
         self._paused = False
         self._was_paused = False  # since the last step
         self._dropped = False  # reduced gradients, and no backward since
+        self.complete = False  # all gradients are reduced, and neither used nor dropped
         self._flags: tuple[Tensor, dist.Work | None] | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -130,10 +132,10 @@ class GradientReducer:
             reducer = reducer_if_alive()
             if reducer is None or reducer._paused:
                 return
+            # Before a new gradient is reduced into a sum that the user has dropped.
+            if position in arrived or reducer._reductions[0].stand_in.dropped:
+                reducer.heed_zero_grad()
             if position in arrived:
-                for each in reducer._reductions:  # of a backward that ended in this error
-                    each.stand_in.check_zeroed()
-                reducer._heed_zero_grad()
                 reducer._finish_pass()
             arrived.add(position)
             reducer._dropped = False
@@ -161,13 +163,13 @@ class GradientReducer:
             self._launch(reduction)
             self._next += 1
 
-    def _heed_zero_grad(self) -> None:
+    def heed_zero_grad(self) -> None:
         """Drops what was reduced if the module's ``zero_grad()`` has removed the stand-ins."""
         shown = [r.stand_in for r in self._reductions if r.stand_in.shown]
-        left = [type(stand_in.param.grad) is ReducedGradient for stand_in in shown]
-        if shown and not any(left):
+        dropped = [stand_in.dropped for stand_in in shown]
+        if shown and all(dropped):
             self.drop()
-        elif not all(left):
+        elif any(dropped):
             raise RuntimeError(
                 "grad of some parameters was set to None after gradients had been reduced, which "
                 "reduce_gradients=True cannot drop apart. Drop all by zero_grad(), or freeze these."
@@ -217,9 +219,17 @@ class GradientReducer:
     def finish(self) -> None:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
-        RuntimeError if gradients are left that no pass covered, or were dropped after a pass.
+        RuntimeError if gradients are left that no pass covered, or were dropped after a pass, or
+        that the last step has used.
         """
-        self._heed_zero_grad()
+        for stand_in in (reduction.stand_in for reduction in self._reductions):
+            if stand_in.stale:
+                raise RuntimeError(
+                    "zero_grad() must come between two steps under reduce_gradients=True, but "
+                    f"{stand_in.name} still has the gradient that the last step used up, which a "
+                    "plain optimizer would use again. Call zero_grad() before backward; to "
+                    "accumulate gradients, step after the last backward only."
+                )
         if self._dropped and not self.active:
             raise RuntimeError(
                 "a step must use the gradients that backward has reduced, but zero_grad() dropped "
@@ -243,6 +253,7 @@ class GradientReducer:
                         "reduction. If the model is in a data-parallel wrapper, use the model "
                         "without it, or leave out reduce_gradients=True"
                     )
+        self.complete = True
 
     @property
     def active(self) -> bool:
@@ -298,7 +309,7 @@ class GradientReducer:
         Args:
             used: whether a step has used them, so that ``zero_grad()`` must come before backward.
         """
-        self._was_paused = self._paused
+        self._was_paused, self.complete = self._paused, False
         while self._in_flight:
             self._land()
         for reduction in self._reductions:
@@ -322,16 +333,22 @@ class StandIn:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
         self._zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self.param, self._name = param, name
+        self.param, self.name = param, name
         self._grad = self._zeros.expand(param.shape).as_subclass(ReducedGradient)
         self.shown = False  # between ``show`` and ``use_up`` or ``remove``
+        self._summed = False  # a backward has made a gradient in its place
+        self._misused = False  # one that adds to what a step has used
         # A parameter keeps its hooks alive where the garbage collector cannot follow.
         self_if_alive = weakref.ref(self)
 
-        def before_gradient(_grads: object) -> None:
-            if (self := self_if_alive()) is not None and self.param.grad is self._grad:
-                self.check_zeroed()
-                self.remove()  # autograd would add to it
+        def before_gradient(grads: tuple[Tensor | None, ...]) -> None:
+            if (self := self_if_alive()) is None or grads[0] is None:
+                return
+            self._misused = self.stale
+            if self.param.grad is self._grad:
+                self.param.grad, self._summed = None, True  # autograd would add to it
+            elif self.param.grad is None:
+                self._summed = False
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
         self._node = torch.autograd.graph.get_gradient_edge(param).node
@@ -339,32 +356,36 @@ class StandIn:
 
     def show(self) -> None:
         """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
-        self.param.grad, self.shown = self._grad, True
+        self.param.grad, self.shown, self._summed = self._grad, True, False
         self._grad.refusal = REDUCED
 
     def use_up(self) -> None:
         """Makes it zeros that may be read; call it when a step has used the reduced gradient."""
-        self.param.grad, self.shown = self._grad, False
+        self.remove()
+        self.param.grad = self._grad
         self._grad.refusal, self._version = "", self._zeros._version
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
-        self.shown = False
+        self.shown = self._summed = self._misused = False
         if self.param.grad is self._grad:
             self.param.grad = None
 
     __del__ = remove  # nobody else would
 
-    def check_zeroed(self) -> None:
-        """Raises RuntimeError if a step has used it and nothing has removed or zeroed it since."""
-        used = self.param.grad is self._grad and not self._grad.refusal
-        if used and self._zeros._version == self._version:
-            raise RuntimeError(
-                "zero_grad() must come between step() and the next backward under "
-                f"reduce_gradients=True, but {self._name} still has the gradient that the step "
-                "used up, to which a plain optimizer would add. Call zero_grad() before backward; "
-                "to accumulate gradients, step after the last backward only."
-            )
+    @property
+    def dropped(self) -> bool:
+        """Whether somebody has removed it, or a gradient that was made in its place."""
+        grad = self.param.grad
+        return self.shown and grad is not self._grad and (grad is None or not self._summed)
+
+    @property
+    def stale(self) -> bool:
+        """Whether a step has used the gradient, or a part of its sum, and nobody has dropped it."""
+        grad = self.param.grad
+        used = grad is self._grad and not self._grad.refusal
+        kept = used and self._zeros._version == self._version
+        return kept or (self._misused and grad is not None)
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
