@@ -12,9 +12,8 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
 a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
-over None when it clips. After the step it is a tensor of zeros until ``zero_grad()``, by which the
-next step finds that this call was left out. A backward may run before it, as that of a GAN's
-generator does, whose gradients for the discriminator are dropped.
+over None when it clips. After the step it is zeros until ``zero_grad()``, by which the next step
+finds that this call was left out. Backward does not ask: its gradients may be dropped (GANs).
 """
 
 from __future__ import annotations
@@ -108,6 +107,7 @@ class GradientReducer:
         self._was_paused = False  # since the last step
         self._dropped = False  # reduced gradients, and no backward since
         self.complete = False  # all gradients are reduced, and neither used nor dropped
+        self.used_up = False  # some gradients that the last step has used were not dropped
         self._flags: tuple[Tensor, dist.Work | None] | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -219,17 +219,15 @@ class GradientReducer:
     def finish(self) -> None:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
-        RuntimeError if gradients are left that no pass covered, or were dropped after a pass, or
-        that the last step has used.
+        RuntimeError for gradients that no pass covered, that were dropped, or that a step has used.
         """
-        for stand_in in (reduction.stand_in for reduction in self._reductions):
-            if stand_in.stale:
-                raise RuntimeError(
-                    "zero_grad() must come between two steps under reduce_gradients=True, but "
-                    f"{stand_in.name} still has the gradient that the last step used up, which a "
-                    "plain optimizer would use again. Call zero_grad() before backward; to "
-                    "accumulate gradients, step after the last backward only."
-                )
+        for name in (r.stand_in.name for r in self._reductions if r.stand_in.misused):
+            raise RuntimeError(
+                f"zero_grad() must come between two steps under reduce_gradients=True, but {name} "
+                "still has the gradient that the last step used up, which a plain optimizer would "
+                "use again. Call zero_grad() before backward; to accumulate, step after the last."
+            )
+        self.used_up = any(reduction.stand_in.kept for reduction in self._reductions)
         if self._dropped and not self.active:
             raise RuntimeError(
                 "a step must use the gradients that backward has reduced, but zero_grad() dropped "
@@ -304,17 +302,14 @@ class GradientReducer:
         self.discard()
 
     def discard(self, *, used: bool = False) -> None:
-        """Forgets all gradients reduced since the last step.
-
-        Args:
-            used: whether a step has used them, so that ``zero_grad()`` must come before backward.
-        """
+        """Forgets all gradients reduced since the last step; ``used`` if a step has used them."""
         self._was_paused, self.complete = self._paused, False
         while self._in_flight:
             self._land()
         for reduction in self._reductions:
             reduction.arrived.clear()
-            if used and reduction.shown_at in reduction.present:
+            again = self.used_up and not reduction.present  # refused, and may be tried again
+            if used and (again or reduction.shown_at in reduction.present):
                 reduction.stand_in.use_up()
             else:
                 reduction.stand_in.remove()
@@ -344,7 +339,7 @@ class StandIn:
         def before_gradient(grads: tuple[Tensor | None, ...]) -> None:
             if (self := self_if_alive()) is None or grads[0] is None:
                 return
-            self._misused = self.stale
+            self._misused = self.kept or self.misused
             if self.param.grad is self._grad:
                 self.param.grad, self._summed = None, True  # autograd would add to it
             elif self.param.grad is None:
@@ -380,12 +375,15 @@ class StandIn:
         return self.shown and grad is not self._grad and (grad is None or not self._summed)
 
     @property
-    def stale(self) -> bool:
-        """Whether a step has used the gradient, or a part of its sum, and nobody has dropped it."""
-        grad = self.param.grad
-        used = grad is self._grad and not self._grad.refusal
-        kept = used and self._zeros._version == self._version
-        return kept or (self._misused and grad is not None)
+    def kept(self) -> bool:
+        """Whether a step has used the gradient, and nobody has dropped or zeroed it since."""
+        used = self.param.grad is self._grad and not self._grad.refusal
+        return used and self._zeros._version == self._version
+
+    @property
+    def misused(self) -> bool:
+        """Whether a backward has added to a gradient that a step had used."""
+        return self._misused and self.param.grad is not None
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

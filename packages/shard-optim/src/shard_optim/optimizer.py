@@ -36,14 +36,7 @@ from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
 from shard_optim.optimizer_state import OptimizerState
-from shard_optim.origin import (
-    ORIGIN,
-    check_loaded,
-    describe,
-    say_once,
-    sharded_in,
-    sharded_of,
-)
+from shard_optim.origin import ORIGIN, check_loaded, describe, say_once, sharded_in, sharded_of
 from shard_optim.parameter_groups import (
     all_params,
     as_groups,
@@ -446,7 +439,15 @@ class ShardedOptimizer(Optimizer):
             self.local.take_gradients()
             self._taken = [param.grad for param in self.all_params()]
         elif isinstance(self.local, LocalOptimizer):
-            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
+            unused = self._reducer.unused()
+            members = sum(len(bucket.params) for bucket in self.buckets)
+            if self._reducer.used_up and members == len(unused):
+                self._reducer.discard(used=True)
+                raise RuntimeError(
+                    "a step must follow a backward, but no rank has a gradient since the last step "
+                    "used them up. Run backward, or zero_grad() for a step that changes nothing."
+                )
+            self.local.take_reduced(self._reducer.slices(), unused)
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
@@ -482,8 +483,7 @@ class ShardedOptimizer(Optimizer):
             )
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass "
-                "the model."
+                f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass a model."
             )
         inside = {id(param) for param in module.parameters()}
         for index, param in enumerate(self.all_params()):
