@@ -70,10 +70,8 @@ class BucketReduction:
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients, zeros for None, in a new flat tensor that is laid out like the bucket."""
         bucket = self.bucket
-        sources = [
-            torch.zeros_like(param) if grad is None else grad
-            for param, grad in zip(bucket.params, grads, strict=True)
-        ]
+        pairs = zip(bucket.params, grads, strict=True)
+        sources = [torch.zeros_like(p) if grad is None else grad for p, grad in pairs]
         if self._packed:
             if self._padding:
                 sources.append(bucket.flat.new_zeros(self._padding))
@@ -224,8 +222,8 @@ class GradientReducer:
         for name in (r.stand_in.name for r in self._reductions if r.stand_in.misused):
             raise RuntimeError(
                 f"zero_grad() must come between two steps under reduce_gradients=True, but {name} "
-                "still has the gradient that the last step used up, which a plain optimizer would "
-                "use again. Call zero_grad() before backward; to accumulate, step after the last."
+                "still has the gradient that the last step used. Call zero_grad() before backward; "
+                "to accumulate gradients, step after the last backward only."
             )
         self.used_up = any(reduction.stand_in.kept for reduction in self._reductions)
         if self._dropped and not self.active:
@@ -285,7 +283,8 @@ class GradientReducer:
     def unused(self) -> frozenset[int]:
         """After ``finish``: numbers of the parameters that had no gradient on any rank.
 
-        Finding them waits for the device, so only a rank that lacked a gradient looks.
+        Finding them waits for the device, so only a rank that lacked a gradient looks. RuntimeError
+        if none had any, and those that the last step has used were not dropped.
         """
         if self._all_present:
             return frozenset()
@@ -294,7 +293,15 @@ class GradientReducer:
         if work is not None:
             self._ranks.call(_FLAGS, work.wait)
         numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
-        return frozenset(n for n, flag in zip(numbers, flags.tolist(), strict=True) if not flag)
+        flagged = zip(numbers, flags.tolist(), strict=True)
+        unused = frozenset(number for number, flag in flagged if not flag)
+        if self.used_up and len(unused) == len(numbers):
+            self.discard(used=True)
+            raise RuntimeError(
+                "a step must follow a backward, but no rank has a gradient since the last step "
+                "used them up. Run backward, or zero_grad() for a step that changes nothing."
+            )
+        return unused
 
     def drop(self) -> None:
         """Forgets all gradients reduced since the last step, because the user does."""
@@ -333,7 +340,6 @@ class StandIn:
         self.shown = False  # between ``show`` and ``use_up`` or ``remove``
         self._summed = False  # a backward has made a gradient in its place
         self._misused = False  # one that adds to what a step has used
-        # A parameter keeps its hooks alive where the garbage collector cannot follow.
         self_if_alive = weakref.ref(self)
 
         def before_gradient(grads: tuple[Tensor | None, ...]) -> None:

@@ -440,13 +440,6 @@ class ShardedOptimizer(Optimizer):
             self._taken = [param.grad for param in self.all_params()]
         elif isinstance(self.local, LocalOptimizer):
             unused = self._reducer.unused()
-            members = sum(len(bucket.params) for bucket in self.buckets)
-            if self._reducer.used_up and members == len(unused):
-                self._reducer.discard(used=True)
-                raise RuntimeError(
-                    "a step must follow a backward, but no rank has a gradient since the last step "
-                    "used them up. Run backward, or zero_grad() for a step that changes nothing."
-                )
             self.local.take_reduced(self._reducer.slices(), unused)
 
     def wait(self) -> None:
