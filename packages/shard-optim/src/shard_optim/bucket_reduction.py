@@ -163,9 +163,8 @@ class GradientReducer:
 
     def heed_zero_grad(self) -> None:
         """Drops what was reduced if the module's ``zero_grad()`` has removed the stand-ins."""
-        shown = [r.stand_in for r in self._reductions if r.stand_in.shown]
-        dropped = [stand_in.dropped for stand_in in shown]
-        if shown and all(dropped):
+        dropped = [r.stand_in.dropped for r in self._reductions if r.stand_in.shown]
+        if dropped and all(dropped):
             self.drop()
         elif any(dropped):
             raise RuntimeError(
@@ -283,8 +282,8 @@ class GradientReducer:
     def unused(self) -> frozenset[int]:
         """After ``finish``: numbers of the parameters that had no gradient on any rank.
 
-        Finding them waits for the device, so only a rank that lacked a gradient looks. RuntimeError
-        if none had any, and those that the last step has used were not dropped.
+        Finding them waits for the device, so only a rank that lacked a gradient looks.
+        RuntimeError if none had any, and those of the last step were not dropped.
         """
         if self._all_present:
             return frozenset()
@@ -339,17 +338,17 @@ class StandIn:
         self._grad = self._zeros.expand(param.shape).as_subclass(ReducedGradient)
         self.shown = False  # between ``show`` and ``use_up`` or ``remove``
         self._summed = False  # a backward has made a gradient in its place
-        self._misused = False  # one that adds to what a step has used
+        self.misused = False  # it adds to a gradient that a step has used
         self_if_alive = weakref.ref(self)
 
         def before_gradient(grads: tuple[Tensor | None, ...]) -> None:
             if (self := self_if_alive()) is None or grads[0] is None:
                 return
-            self._misused = self.kept or self.misused
-            if self.param.grad is self._grad:
-                self.param.grad, self._summed = None, True  # autograd would add to it
-            elif self.param.grad is None:
-                self._summed = False
+            grad = self.param.grad
+            self.misused = self.kept or (self.misused and grad is not None)
+            self._summed = grad is self._grad or (self._summed and grad is not None)
+            if grad is self._grad:
+                self.param.grad = None  # autograd would add to it
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
         self._node = torch.autograd.graph.get_gradient_edge(param).node
@@ -368,7 +367,7 @@ class StandIn:
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
-        self.shown = self._summed = self._misused = False
+        self.shown = self._summed = self.misused = False
         if self.param.grad is self._grad:
             self.param.grad = None
 
@@ -385,11 +384,6 @@ class StandIn:
         """Whether a step has used the gradient, and nobody has dropped or zeroed it since."""
         used = self.param.grad is self._grad and not self._grad.refusal
         return used and self._zeros._version == self._version
-
-    @property
-    def misused(self) -> bool:
-        """Whether a backward has added to a gradient that a step had used."""
-        return self._misused and self.param.grad is not None
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

@@ -81,8 +81,7 @@ class Bucket:
         ranks: Ranks,
     ) -> None:
         self.params, self.indices, self.names = list(params), list(indices), list(names)
-        self.plan = plan
-        self._ranks, self._communication = ranks, communication
+        self.plan, self._ranks, self._communication = plan, ranks, communication
         rank, self.dtype, self.device = ranks.rank, params[0].dtype, params[0].device
         # The buffer, shape (world_size * chunk,).
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)

@@ -439,8 +439,7 @@ class ShardedOptimizer(Optimizer):
             self.local.take_gradients()
             self._taken = [param.grad for param in self.all_params()]
         elif isinstance(self.local, LocalOptimizer):
-            unused = self._reducer.unused()
-            self.local.take_reduced(self._reducer.slices(), unused)
+            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
