@@ -315,7 +315,7 @@ def check_two_optimizers(rank: int, world_size: int) -> None:
 
 
 def check_step_again(rank: int, world_size: int) -> None:
-    """A step without gradients on any rank, after one that used them up; nothing has changed."""
+    """A step without gradients on any rank, after one that used them up; nothing changes."""
     model = mlp()
     optimizer = sharded(model, reduce_gradients=True)
     for _ in range(2):

@@ -110,7 +110,7 @@ ZEROS = {
 
 
 @pytest.mark.parametrize("zero", ZEROS)
-def test_a_left_out_zero_grad_is_named_in_the_next_backward(zero):
+def test_a_left_out_zero_grad_is_named_by_the_next_step(zero):
     """A plain optimizer would add to the gradients that the step has used; nothing has changed."""
     model, optimizer, x, plain, stepper = made()
     for step in range(3):
@@ -124,10 +124,88 @@ def test_a_left_out_zero_grad_is_named_in_the_next_backward(zero):
                 each(x).square().mean().backward()
             each(x).square().mean().backward()
             own.step()
-    for pause in (nullcontext, optimizer.no_sync):
-        with pause(), pytest.raises(RuntimeError, match=r"^zero_grad\(\) must come between step"):
+    for pause in (nullcontext, optimizer.no_sync, optimizer.no_sync):
+        with pause():
             model(x).square().mean().backward()
+        for refused in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(RuntimeError, match=r"^zero_grad\(\) must come between two steps"):
+                refused()
     optimizer.zero_grad()
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("pause", [False, True])
+@pytest.mark.parametrize("zero", ["optimizer", "model", "by hand"])
+def test_gradients_of_another_loss_are_dropped_before_backward(zero, pause):
+    """As those that a GAN's generator, or an actor, makes for its discriminator, or its critic."""
+    model, optimizer, x, plain, stepper = made()
+    for step in range(3):
+        for each, own in ((model, optimizer), (plain, stepper)):
+            ZEROS[zero](each, own)
+            each(x + step).square().mean().backward()
+            own.step()
+            with own.no_sync() if pause and own is optimizer else nullcontext():
+                each(x - step).abs().mean().backward()
+    ZEROS[zero](model, optimizer)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "by hand"])
+@pytest.mark.parametrize("reduce_gradients", [False, True])
+def test_a_batch_whose_step_was_skipped(reduce_gradients, zero):
+    """It has been clipped, and was dropped after that."""
+    _, _, x, plain, stepper = made()
+    model = copy.deepcopy(plain)
+    optimizer = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, reduce_gradients=reduce_gradients
+    )
+    for factor in (1.0, float("inf"), 2.0):
+        ZEROS[zero](model, optimizer)
+        stepper.zero_grad()
+        for each in (model, plain):
+            (each(x).square().mean() * factor).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(optimizer.clip_grad_norm_(0.1), norm, equal_nan=True)
+        if norm.isfinite():
+            optimizer.step()
+            stepper.step()
+    ZEROS[zero](model, optimizer)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("bucket_size_mb", [None, 1e-6])
+def test_other_parameters_after_gradients_were_dropped(bucket_size_mb):
+    """By the model, when some had been reduced and others waited for it."""
+    _, _, x, plain, stepper = made()
+    model = copy.deepcopy(plain)
+    optimizer = ShardedOptimizer(
+        model.parameters(),
+        torch.optim.SGD,
+        lr=0.1,
+        reduce_gradients=True,
+        bucket_size_mb=bucket_size_mb,
+    )
+    for each in (model, plain):
+        each(x).square().mean().backward()
+        each[0](x).square().mean().backward()
+        each.zero_grad()
+        each[2](x).square().mean().backward()
+    optimizer.step()
+    stepper.step()
+    model.zero_grad()
+    assert_same(model, plain)
+
+
+def test_a_step_without_gradients_after_zero_grad_of_the_model():
+    """Nothing, as in torch: another part of the model is trained in this iteration."""
+    model, optimizer, x, plain, stepper = made()
+    for step in range(4):
+        for each, own in ((model, optimizer), (plain, stepper)):
+            each.zero_grad()
+            if step % 2 == 0:
+                each(x).square().mean().backward()
+            own.step()
+    model.zero_grad()
     assert_same(model, plain)
 
 

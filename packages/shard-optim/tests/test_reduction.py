@@ -153,7 +153,7 @@ def check_accumulation(rank, world_size):
     optimizer.zero_grad()
     loss_of(model, 0, rank).backward()
     optimizer.local_gradients()
-    optimizer._collected = False
+    optimizer._reducer.complete = False
     with optimizer.no_sync():
         loss_of(model, 0, rank).backward()
     with pytest.raises(RuntimeError, match=r"out of no_sync\(\)"):

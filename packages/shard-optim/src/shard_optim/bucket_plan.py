@@ -103,15 +103,14 @@ def plan_buckets(
                 starts = accumulate((padded[at] for at in mine), initial=rank * chunk)
                 for at, start in zip(mine, starts, strict=False):
                     offsets[at] = start
-        plans.append(
-            BucketPlan(
-                members=tuple(members),
-                offsets=tuple(offsets),
-                numels=tuple(sizes),
-                chunk=chunk,
-                world_size=world_size,
-            )
+        plan = BucketPlan(
+            members=tuple(members),
+            offsets=tuple(offsets),
+            numels=tuple(sizes),
+            chunk=chunk,
+            world_size=world_size,
         )
+        plans.append(plan)
     return plans
 
 
@@ -129,8 +128,7 @@ def split_by_size(
             runs.append([])
             room = limit if first_limit is None else min(limit, max(first_limit, RAMP * before))
         runs[-1].append(position)
-        room -= size
-        before += size
+        room, before = room - size, before + size
     return runs
 
 

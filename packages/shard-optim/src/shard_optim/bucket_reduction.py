@@ -12,8 +12,8 @@ rank had a gradient for it, as under torch's DistributedDataParallel.
 
 After a reduction ``param.grad`` is None, except for one parameter of each bucket, whose ``grad`` is
 a stand-in that refuses to be computed with (``refused_gradient.py``): ``torch.nn.utils`` would pass
-over None when it clips. After the step it is a tensor of zeros until ``zero_grad()``, by which the
-next backward finds that this call was left out.
+over None when it clips. After the step it is zeros until ``zero_grad()``, by which the next step
+finds that this call was left out. Backward does not ask: its gradients may be dropped (GANs).
 """
 
 from __future__ import annotations
@@ -70,10 +70,8 @@ class BucketReduction:
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Gradients, zeros for None, in a new flat tensor that is laid out like the bucket."""
         bucket = self.bucket
-        sources = [
-            torch.zeros_like(param) if grad is None else grad
-            for param, grad in zip(bucket.params, grads, strict=True)
-        ]
+        pairs = zip(bucket.params, grads, strict=True)
+        sources = [torch.zeros_like(p) if grad is None else grad for p, grad in pairs]
         if self._packed:
             if self._padding:
                 sources.append(bucket.flat.new_zeros(self._padding))
@@ -106,6 +104,8 @@ class GradientReducer:
         self._paused = False
         self._was_paused = False  # since the last step
         self._dropped = False  # reduced gradients, and no backward since
+        self.complete = False  # all gradients are reduced, and neither used nor dropped
+        self.used_up = False  # some gradients that the last step has used were not dropped
         self._flags: tuple[Tensor, dist.Work | None] | None = None
 
     def add(self, buckets: Sequence[Bucket]) -> None:
@@ -130,10 +130,10 @@ class GradientReducer:
             reducer = reducer_if_alive()
             if reducer is None or reducer._paused:
                 return
+            # Before a new gradient is reduced into a sum that the user has dropped.
+            if position in arrived or reducer._reductions[0].stand_in.dropped:
+                reducer.heed_zero_grad()
             if position in arrived:
-                for each in reducer._reductions:  # of a backward that ended in this error
-                    each.stand_in.check_zeroed()
-                reducer._heed_zero_grad()
                 reducer._finish_pass()
             arrived.add(position)
             reducer._dropped = False
@@ -161,13 +161,12 @@ class GradientReducer:
             self._launch(reduction)
             self._next += 1
 
-    def _heed_zero_grad(self) -> None:
+    def heed_zero_grad(self) -> None:
         """Drops what was reduced if the module's ``zero_grad()`` has removed the stand-ins."""
-        shown = [r.stand_in for r in self._reductions if r.stand_in.shown]
-        left = [type(stand_in.param.grad) is ReducedGradient for stand_in in shown]
-        if shown and not any(left):
+        dropped = [r.stand_in.dropped for r in self._reductions if r.stand_in.shown]
+        if dropped and all(dropped):
             self.drop()
-        elif not all(left):
+        elif any(dropped):
             raise RuntimeError(
                 "grad of some parameters was set to None after gradients had been reduced, which "
                 "reduce_gradients=True cannot drop apart. Drop all by zero_grad(), or freeze these."
@@ -217,9 +216,15 @@ class GradientReducer:
     def finish(self) -> None:
         """Completes the reduction of all gradients since the last step; every rank calls it.
 
-        RuntimeError if gradients are left that no pass covered, or were dropped after a pass.
+        RuntimeError for gradients that no pass covered, that were dropped, or that a step has used.
         """
-        self._heed_zero_grad()
+        for name in (r.stand_in.name for r in self._reductions if r.stand_in.misused):
+            raise RuntimeError(
+                f"zero_grad() must come between two steps under reduce_gradients=True, but {name} "
+                "still has the gradient that the last step used. Call zero_grad() before backward; "
+                "to accumulate gradients, step after the last backward only."
+            )
+        self.used_up = any(reduction.stand_in.kept for reduction in self._reductions)
         if self._dropped and not self.active:
             raise RuntimeError(
                 "a step must use the gradients that backward has reduced, but zero_grad() dropped "
@@ -243,6 +248,7 @@ class GradientReducer:
                         "reduction. If the model is in a data-parallel wrapper, use the model "
                         "without it, or leave out reduce_gradients=True"
                     )
+        self.complete = True
 
     @property
     def active(self) -> bool:
@@ -277,6 +283,7 @@ class GradientReducer:
         """After ``finish``: numbers of the parameters that had no gradient on any rank.
 
         Finding them waits for the device, so only a rank that lacked a gradient looks.
+        RuntimeError if none had any, and those of the last step were not dropped.
         """
         if self._all_present:
             return frozenset()
@@ -285,7 +292,15 @@ class GradientReducer:
         if work is not None:
             self._ranks.call(_FLAGS, work.wait)
         numbers = [index for reduction in self._reductions for index in reduction.bucket.indices]
-        return frozenset(n for n, flag in zip(numbers, flags.tolist(), strict=True) if not flag)
+        flagged = zip(numbers, flags.tolist(), strict=True)
+        unused = frozenset(number for number, flag in flagged if not flag)
+        if self.used_up and len(unused) == len(numbers):
+            self.discard(used=True)
+            raise RuntimeError(
+                "a step must follow a backward, but no rank has a gradient since the last step "
+                "used them up. Run backward, or zero_grad() for a step that changes nothing."
+            )
+        return unused
 
     def drop(self) -> None:
         """Forgets all gradients reduced since the last step, because the user does."""
@@ -293,17 +308,14 @@ class GradientReducer:
         self.discard()
 
     def discard(self, *, used: bool = False) -> None:
-        """Forgets all gradients reduced since the last step.
-
-        Args:
-            used: whether a step has used them, so that ``zero_grad()`` must come before backward.
-        """
-        self._was_paused = self._paused
+        """Forgets all gradients reduced since the last step; ``used`` if a step has used them."""
+        self._was_paused, self.complete = self._paused, False
         while self._in_flight:
             self._land()
         for reduction in self._reductions:
             reduction.arrived.clear()
-            if used and reduction.shown_at in reduction.present:
+            again = self.used_up and not reduction.present  # refused, and may be tried again
+            if used and (again or reduction.shown_at in reduction.present):
                 reduction.stand_in.use_up()
             else:
                 reduction.stand_in.remove()
@@ -322,16 +334,21 @@ class StandIn:
         # A data-parallel wrapper that averages too writes into every gradient that it finds.
         size = param.shape if param.numel() <= _MOST_ELEMENTS else ()
         self._zeros = torch.zeros(size, dtype=param.dtype, device=param.device)
-        self.param, self._name = param, name
+        self.param, self.name = param, name
         self._grad = self._zeros.expand(param.shape).as_subclass(ReducedGradient)
         self.shown = False  # between ``show`` and ``use_up`` or ``remove``
-        # A parameter keeps its hooks alive where the garbage collector cannot follow.
+        self._summed = False  # a backward has made a gradient in its place
+        self.misused = False  # it adds to a gradient that a step has used
         self_if_alive = weakref.ref(self)
 
-        def before_gradient(_grads: object) -> None:
-            if (self := self_if_alive()) is not None and self.param.grad is self._grad:
-                self.check_zeroed()
-                self.remove()  # autograd would add to it
+        def before_gradient(grads: tuple[Tensor | None, ...]) -> None:
+            if (self := self_if_alive()) is None or grads[0] is None:
+                return
+            grad = self.param.grad
+            self.misused = self.kept or (self.misused and grad is not None)
+            self._summed = grad is self._grad or (self._summed and grad is not None)
+            if grad is self._grad:
+                self.param.grad = None  # autograd would add to it
 
         # Unlike a hook on the tensor, it does not run in ``torch.autograd.grad``.
         self._node = torch.autograd.graph.get_gradient_edge(param).node
@@ -339,32 +356,34 @@ class StandIn:
 
     def show(self) -> None:
         """Makes the stand-in the parameter's ``grad``; call it after the gradient was reduced."""
-        self.param.grad, self.shown = self._grad, True
+        self.param.grad, self.shown, self._summed = self._grad, True, False
         self._grad.refusal = REDUCED
 
     def use_up(self) -> None:
         """Makes it zeros that may be read; call it when a step has used the reduced gradient."""
-        self.param.grad, self.shown = self._grad, False
+        self.remove()
+        self.param.grad = self._grad
         self._grad.refusal, self._version = "", self._zeros._version
 
     def remove(self) -> None:
         """Removes the stand-in; call it when there is no reduced gradient any more."""
-        self.shown = False
+        self.shown = self._summed = self.misused = False
         if self.param.grad is self._grad:
             self.param.grad = None
 
     __del__ = remove  # nobody else would
 
-    def check_zeroed(self) -> None:
-        """Raises RuntimeError if a step has used it and nothing has removed or zeroed it since."""
+    @property
+    def dropped(self) -> bool:
+        """Whether somebody has removed it, or a gradient that was made in its place."""
+        grad = self.param.grad
+        return self.shown and grad is not self._grad and (grad is None or not self._summed)
+
+    @property
+    def kept(self) -> bool:
+        """Whether a step has used the gradient, and nobody has dropped or zeroed it since."""
         used = self.param.grad is self._grad and not self._grad.refusal
-        if used and self._zeros._version == self._version:
-            raise RuntimeError(
-                "zero_grad() must come between step() and the next backward under "
-                f"reduce_gradients=True, but {self._name} still has the gradient that the step "
-                "used up, to which a plain optimizer would add. Call zero_grad() before backward; "
-                "to accumulate gradients, step after the last backward only."
-            )
+        return used and self._zeros._version == self._version
 
 
 def gradient_of(param: Tensor) -> Tensor | None:

@@ -81,13 +81,11 @@ class Bucket:
         ranks: Ranks,
     ) -> None:
         self.params, self.indices, self.names = list(params), list(indices), list(names)
-        self.plan = plan
-        self._ranks, self._communication = ranks, communication
+        self.plan, self._ranks, self._communication = plan, ranks, communication
         rank, self.dtype, self.device = ranks.rank, params[0].dtype, params[0].device
         # The buffer, shape (world_size * chunk,).
         self.flat = torch.zeros(plan.numel, dtype=self.dtype, device=self.device)
-        # This rank's range of it, shape (chunk,).
-        self.owned = self.flat.narrow(0, rank * plan.chunk, plan.chunk)
+        self.owned = self.flat.narrow(0, rank * plan.chunk, plan.chunk)  # this rank's, (chunk,)
         self.shards: list[Shard] = []  # this rank's parts of the members, in the plan's order
         self.places: list[Place] = []  # where the state of each member lies
         self._gather: Waitable | None = None
@@ -186,17 +184,16 @@ class Placement:
             numels = [params[index].numel() for index in members]
             for plan in self._plan(numels, dtype, ranks.size):
                 chosen = [members[position] for position in plan.members]
-                made.append(
-                    Bucket(
-                        [params[index] for index in chosen],
-                        indices=chosen,
-                        names=[name_of(groups, index) for index in chosen],
-                        plan=plan,
-                        shaped=self._partition == "whole",
-                        communication=communication,
-                        ranks=ranks,
-                    )
+                bucket = Bucket(
+                    [params[index] for index in chosen],
+                    indices=chosen,
+                    names=[name_of(groups, index) for index in chosen],
+                    plan=plan,
+                    shaped=self._partition == "whole",
+                    communication=communication,
+                    ranks=ranks,
                 )
+                made.append(bucket)
         self.buckets += made
         return made
 
@@ -330,16 +327,14 @@ class ForwardWaits:
 
     def check_read(self, params: Iterable[Tensor]) -> None:
         """RuntimeError if one of these got a gradient although its module was not called."""
-        if self.pending and self.unread:
-            for param in params:
-                if id(param) in self.unread:
-                    raise RuntimeError(
-                        'under overlap="next-forward" a parameter may be read only inside its own '
-                        f"module's forward, but {self._names[id(param)]} received a gradient "
-                        "although its module was not called, or was compiled after attach(); "
-                        "compile before attach(), call wait() before the forward, or use "
-                        "overlap=None"
-                    )
+        for param in params if self.pending and self.unread else ():
+            if id(param) in self.unread:
+                raise RuntimeError(
+                    'under overlap="next-forward" a parameter may be read only inside its own '
+                    f"module's forward, but {self._names[id(param)]} received a gradient although "
+                    "its module was not called, or was compiled after attach(); compile before "
+                    "attach(), call wait() before the forward, or use overlap=None"
+                )
 
 
 def _owners_and_readers(root: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

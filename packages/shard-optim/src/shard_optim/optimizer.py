@@ -36,14 +36,7 @@ from shard_optim.mesh import resolve_mesh
 from shard_optim.offload import check_offload, offloaded
 from shard_optim.optimizer_class import check_class, check_update, default_settings
 from shard_optim.optimizer_state import OptimizerState
-from shard_optim.origin import (
-    ORIGIN,
-    check_loaded,
-    describe,
-    say_once,
-    sharded_in,
-    sharded_of,
-)
+from shard_optim.origin import ORIGIN, check_loaded, describe, say_once, sharded_in, sharded_of
 from shard_optim.parameter_groups import (
     all_params,
     as_groups,
@@ -182,8 +175,7 @@ class ShardedOptimizer(Optimizer):
         self._constructed = False
         self._overlap = overlap
         self._waits: ForwardWaits | None = None
-        self._collected = False
-        self._used_up = False  # a step has reduced gradients, and no zero_grad() followed
+        self._taken: list[Tensor | None] | None = None  # whole gradients that shards were given of
         self._steps = 0
         make = offloaded(optimizer_cls) if offload_state else optimizer_cls
         self.local: LocalOptimizer | OwnShards = LocalOptimizer(
@@ -384,23 +376,30 @@ class ShardedOptimizer(Optimizer):
                 self.ranks.together(words, lambda: None)
             else:
                 self._comparison.exchange(f"made {words}")
-        self._collected = False
+        self._taken = None
         self._steps += 1
         self.ranks.step = self._steps
         for bucket in self.local.update(self.param_groups, **kwargs):  # 2. update
             bucket.launch_gather()  # 3. gather
         if self._reducer is not None:
             self._reducer.discard(used=True)
-            self._used_up = True
         if self._waits is None:
             self.wait()
         else:
             self._waits.started()
         return loss
 
+    def _collected(self) -> bool:
+        """Whether the shards have their gradients, and nobody has dropped these since."""
+        if self._reducer is not None:
+            self._reducer.heed_zero_grad()
+            return self._reducer.complete
+        pairs = zip(self._taken or (), self.all_params(), strict=False)
+        return self._taken is not None and all(grad is param.grad for grad, param in pairs)
+
     def _reduce_gradients(self) -> None:
         """Gives every shard its averaged gradient, once per step."""
-        if self._collected:
+        if self._collected():
             if self._reducer is not None and self._reducer.active:
                 raise RuntimeError(
                     "no backward may run between clipping or unscaling and step, but gradients "
@@ -438,17 +437,9 @@ class ShardedOptimizer(Optimizer):
             self._first_step_checked = True
         if self._reducer is None:
             self.local.take_gradients()
+            self._taken = [param.grad for param in self.all_params()]
         elif isinstance(self.local, LocalOptimizer):
-            unused = self._reducer.unused()
-            members = sum(len(bucket.params) for bucket in self.buckets)
-            if self._used_up and 0 < members == len(unused):
-                self._reducer.discard()
-                raise RuntimeError(
-                    "a step must follow a backward, but no rank has a gradient since the last step "
-                    "used them up. Run backward, or zero_grad() for a step that changes nothing."
-                )
-            self.local.take_reduced(self._reducer.slices(), unused)
-        self._collected = True
+            self.local.take_reduced(self._reducer.slices(), self._reducer.unused())
 
     def wait(self) -> None:
         """Waits until every parameter holds its updated values.
@@ -484,8 +475,7 @@ class ShardedOptimizer(Optimizer):
             )
         if not isinstance(module, nn.Module):
             raise TypeError(
-                f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass "
-                "the model."
+                f"module must be a torch.nn.Module, but got {type(module).__name__}. Pass a model."
             )
         inside = {id(param) for param in module.parameters()}
         for index, param in enumerate(self.all_params()):
@@ -511,7 +501,7 @@ class ShardedOptimizer(Optimizer):
         if self._reducer is not None:
             self._reducer.drop()
         self.local.drop_gradients()
-        self._collected = self._used_up = False
+        self._taken = None
         super().zero_grad(set_to_none or self._reducer is not None)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:

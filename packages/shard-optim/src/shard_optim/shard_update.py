@@ -277,10 +277,8 @@ class LocalOptimizer:
             if grad is None:
                 fused.tensor.grad = None
                 continue
-            grad = in_memory_order(grad, shard.param)
-            if shard.view.numel() != grad.numel():
-                grad = grad.narrow(0, *shard.place.span)
-            fused.give_gradient(grad)
+            flat = in_memory_order(grad, shard.param)
+            fused.give_gradient(flat.narrow(0, *shard.place.span))
 
     def take_reduced(self, slices: Mapping[Bucket, Tensor], unused: frozenset[int]) -> None:
         """Gives every shard its slice of its bucket's, but none to ``unused`` parameters."""
