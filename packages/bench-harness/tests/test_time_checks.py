@@ -26,6 +26,7 @@ def tool(monkeypatch):
         ("ddp_lite", ("SameStep", "backward_ended")),
         ("ddp_lite", ("ModuleWatch", "has_changed")),
         ("shard_optim", ("Bucket", "check_storage")),
+        ("shard_optim", ("LateComparison", "exchange")),
     ],
 )
 def test_blocks_without_checks_do_not_call_them(tool, package, check):
@@ -35,6 +36,7 @@ def test_blocks_without_checks_do_not_call_them(tool, package, check):
 
     def step() -> int:
         called.clear()
+        optimizer.zero_grad()
         net(torch.ones(3, 4)).sum().backward()
         optimizer.step()
         return len(called)

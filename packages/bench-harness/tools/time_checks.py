@@ -34,6 +34,7 @@ from ddp_lite.model import ModuleWatch
 from ddp_lite.same_step import SameStep
 from shard_optim import ShardedOptimizer
 from shard_optim.buckets import Bucket
+from shard_optim.history import LateComparison
 
 WARM_UP_STEPS = 5
 
@@ -54,7 +55,7 @@ def unchanged(*_: object) -> bool:
 
 
 def not_looked_at(*_: object) -> None:
-    """In place of the search for parameters that were moved."""
+    """In place of the search for parameters that were moved, and of the comparison of settings."""
 
 
 @contextmanager
@@ -70,6 +71,16 @@ def unchecked_ddp(wrapped: BucketedDDP) -> Iterator[None]:
             engine.tasks = tasks
 
 
+@contextmanager
+def unchecked_sharded() -> Iterator[None]:
+    """Without the search for parameters that were moved and without the comparison of settings."""
+    with (
+        mock.patch.object(Bucket, "check_storage", not_looked_at),
+        mock.patch.object(LateComparison, "exchange", not_looked_at),
+    ):
+        yield
+
+
 def ddp_lite(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """The model in a wrapper, an optimizer, and what takes the checks out."""
     wrapped = BucketedDDP(net, comm_hook="collectives")
@@ -81,7 +92,7 @@ def shard_optim(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """The model, a sharded optimizer that averages gradients, and what takes the checks out."""
     parameters = net.parameters()
     optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-4, reduce_gradients=True)
-    return net, optimizer, lambda: mock.patch.object(Bucket, "check_storage", not_looked_at)
+    return net, optimizer, unchecked_sharded
 
 
 def ratios(
