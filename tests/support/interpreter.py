@@ -1,4 +1,4 @@
-"""Spares Triton's interpreter work whose results it has or never reads, half of its time.
+"""Spares Triton's interpreter work whose results it has already, or never reads.
 
 Within a launch, the interpreter replaces what ``triton.language`` holds by its own, and it does so
 again for each call of a function of the kernel, which finds all replaced already. Every sum and

@@ -225,7 +225,7 @@ def test_finishing_by_itself_costs_the_host_little() -> None:
     try:
         wrappers = {auto: BucketedDDP(Stack(), None, auto_finish=auto) for auto in (True, False)}
         best = dict.fromkeys(wrappers, float("inf"))
-        for _ in range(50):  # in turns, so that a busy machine slows both
+        for _ in range(100):  # in turns, so that a busy machine slows both
             for auto, wrapped in wrappers.items():
                 wrapped.zero_grad()
                 begin = time.thread_time()
@@ -233,7 +233,7 @@ def test_finishing_by_itself_costs_the_host_little() -> None:
                 wrapped.finish_gradient_synchronization()
                 best[auto] = min(best[auto], (time.thread_time() - begin) * 1e3)
         print(f"host time of a step: auto {best[True]:.2f} ms, explicit {best[False]:.2f} ms")
-        assert best[True] < 1.2 * best[False]
+        assert best[True] < 1.13 * best[False]
     finally:
         dist.destroy_process_group()
 

@@ -43,8 +43,12 @@ class Options(SubjectOptions, SamplingOptions):
     sizes: tuple[str, ...] = option(("small",), "Model sizes.", choices=workload.SIZES)
     batch: int = option(4, "Sequences per batch.")
     sequences: tuple[int, ...] = option((256,), "Context lengths.")
-    precisions: tuple[str, ...] = option(("fp32",), "Precisions.", choices=workload.PRECISIONS)
-    attentions: tuple[str, ...] = option(("sdpa",), "Attentions.", choices=workload.ATTENTIONS)
+    precisions: tuple[str, ...] = option(
+        ("fp32",), "Precisions, compared.", choices=workload.PRECISIONS
+    )
+    attentions: tuple[str, ...] = option(
+        ("sdpa",), "Attentions, compared.", choices=workload.ATTENTIONS
+    )
     executions: tuple[str, ...] = option(
         ("eager",), "Plain or through torch.compile, compared.", choices=("eager", "compiled")
     )

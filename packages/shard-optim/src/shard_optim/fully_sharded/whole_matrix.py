@@ -33,8 +33,8 @@ from shard_optim.shard_update import stand_in
 
 
 def orthogonalization_cost(shape: torch.Size) -> int:
-    """Operations of a Newton-Schulz iteration, up to a factor; the first dimension counts rows."""
-    rows = shape[0] if shape else 1
+    """Operations of a Newton-Schulz iteration, up to a factor: elements times the shorter side."""
+    rows = shape[0] if shape else 1  # also of tensors with more dimensions
     columns = shape.numel() // max(rows, 1)
     return rows * columns * min(rows, columns)
 
@@ -62,7 +62,8 @@ class _Exchange:
 
     owned: Sequence[_Matrix | None]
     what: str
-    tensors: tuple[Tensor, Tensor]  # received, and sent, which must live as long
+    received: Tensor
+    sent: Tensor  # which must live as long
     work: dist.Work
 
 
@@ -186,11 +187,11 @@ class WholeMatrices(OwnShards):
         sizes = receive_sizes, send_sizes
         ranks = self._ranks
         work = ranks.together(words, all_to_all, received, sent, *sizes, ranks.communicator)
-        return _Exchange(owned, words, (received, sent), work)
+        return _Exchange(owned, words, received, sent, work)
 
     def _received(self, exchange: _Exchange) -> Tensor:
         self._ranks.call(exchange.what, exchange.work.wait)
-        return exchange.tensors[0]
+        return exchange.received
 
     def _take_shards(self, exchange: _Exchange) -> None:
         """Copies this rank's shards of updated matrices into its parameters."""
