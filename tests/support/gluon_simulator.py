@@ -55,8 +55,11 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.array.shape)
 
-    def to(self, dtype: Any) -> Tensor:
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        """Numbers have 64 bits here, whatever they are."""
+        if not bitcast:
+            return self
+        return Tensor(self.value.view(np.int64 if dtype == "int32" else np.float64))
 
 
 def _elementwise(name: str) -> Callable[[Tensor, Any], Tensor]:
@@ -66,7 +69,21 @@ def _elementwise(name: str) -> Callable[[Tensor, Any], Tensor]:
     return operator
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "le", "ge", "lt", "eq"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "and",
+    "or",
+    "le",
+    "ge",
+    "lt",
+    "eq",
+    "ne",
+):
     setattr(Tensor, f"__{_name}__", _elementwise(f"__{_name}__"))
     if _name in ("add", "sub", "mul", "truediv"):
         setattr(Tensor, f"__r{_name}__", _elementwise(f"__r{_name}__"))
@@ -500,8 +517,10 @@ def _unchanged(before: Any, now: Any) -> None:
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
-    if isinstance(condition, Tensor):
-        return Tensor(np.where(condition.value, _array(a), _array(b)), condition.type.layout)
+    tensors = [x for x in (condition, a, b) if isinstance(x, Tensor)]
+    if tensors:
+        chosen = np.where(_array(condition), _array(a), _array(b))
+        return Tensor(chosen, tensors[0].type.layout)
     return a if condition else b
 
 
@@ -512,13 +531,6 @@ def _reduction(function: Callable[..., Any]) -> Callable[[Tensor, int], Any]:
         return Tensor(result) if np.ndim(result) else Integer(result)
 
     return reduced
-
-
-def _raised_max(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of a warp share whether one of them rises; here each has its own."""
-    with np.errstate(invalid="ignore"):  # -inf - -inf
-        rises = new.value - old.value > 8.0
-    return Tensor(np.where(rises, new.value, old.value)), Tensor(rises)
 
 
 def _operation(function: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -602,8 +614,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "reduce_add": machine.reduce_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
-        "raised_max": _raised_max,
-        "multiply_if": lambda x, factors, condition: _where(condition, x * factors, x),
+        "wait_until_written": lambda: machine.store_wait(0),
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,

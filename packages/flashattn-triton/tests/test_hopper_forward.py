@@ -182,6 +182,52 @@ def test_scale(
     check(hopper_forward, make_inputs(case, "cuda"), assert_results_close)
 
 
+@pytest.mark.usefixtures("long_configurations")
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "top-left"},
+        {"causal": "bottom-right", "scale": -0.1},
+        {"causal": "top-left", "window": (600, None)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "factor"), [("bf16", 30.0), ("bf16", 1e4), ("fp16", 4.0)])
+def test_rows_that_overflow(
+    dtype: str,
+    factor: float,
+    options: dict[str, Any],
+    head_dims: tuple[int, int],
+    dense_case: Any,
+    hopper_forward: Any,
+    make_inputs: Any,
+    assert_results_close: Any,
+) -> None:
+    """Scores of the first keys, which come last, are too large for the first tile's maximum."""
+    case = dense_case(2, (6, 3), 1500, 1500, head_dims, dtype, **options)
+    inputs = make_inputs(case, "cuda")
+    with torch.no_grad():
+        inputs.key[:, :, :500] *= factor
+    check(hopper_forward, inputs, assert_results_close)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_beside_one_that_overflows(head_dim: int, hopper_forward: Any) -> None:
+    q, k, v = (torch.randn(1, 2, 2000, head_dim, device="cuda").bfloat16() for _ in range(3))
+    options = new_problem(head_dim=head_dim)
+    before = hopper_forward(q, k, v, options)
+    q[:, :, 1000] *= 1e4
+    beside = hopper_forward(q, k, v, options)
+    assert all(torch.isfinite(x).all() for x in beside)
+    others = torch.arange(2000, device="cuda") != 1000
+    for x, y in zip(before, beside, strict=True):
+        assert torch.equal(x[:, :, others], y[:, :, others])
+
+
 def test_repetitions_are_bit_identical(hopper_forward: Any) -> None:
     q, k, v = (torch.randn(2, 8, 2000, 64, device="cuda").bfloat16() for _ in range(3))
     options = new_problem(head_dim=64, causal=True)

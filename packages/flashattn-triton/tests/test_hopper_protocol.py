@@ -111,6 +111,7 @@ class Case:
     head_dim: int
     value_dim: int | None = None  # as head_dim
     batch: int = 1
+    dtype: torch.dtype = torch.bfloat16  # of inputs, to the launchers
     options: Problem
 
     @property
@@ -130,7 +131,7 @@ class Case:
 
     def meta(self) -> list[torch.Tensor]:
         """Q, K and V."""
-        return [torch.empty(x, dtype=torch.bfloat16, device="meta") for x in self.shapes[:3]]
+        return [torch.empty(x, dtype=self.dtype, device="meta") for x in self.shapes[:3]]
 
     def seen(self) -> Any:
         """(N_q, N_k)."""
@@ -155,8 +156,10 @@ class Case:
         """P and L, for keys that are repeated already."""
         s, _ = self.scores(q, k)
         s = np.where(self.seen(), s, -np.inf)
+        largest = s.max(3, keepdims=True, initial=-np.inf)
+        largest[np.isneginf(largest)] = 0.0
         with np.errstate(divide="ignore"):
-            lse = np.log(np.exp(s).sum(3))
+            lse = np.log(np.exp(s - largest).sum(3)) + largest[..., 0]
         return np.exp(s - np.where(np.isneginf(lse), 0.0, lse)[..., None]), lse
 
     def repeated(self, x: Any) -> Any:
@@ -169,8 +172,13 @@ class Case:
         ).sum(2)
 
 
-def check_forward(problem: Case, seed: int, in_fp32: bool = False, **changes: Any) -> None:
+def check_forward(
+    problem: Case, seed: int, in_fp32: bool = False, negative: bool = False, **changes: Any
+) -> None:
+    """With ``negative``, all scores are, if the scale is not."""
     q, k, v, do = problem.inputs(seed)
+    if negative:
+        q, k = abs(q), -abs(k)
     p, lse = problem.probabilities(q, problem.repeated(k))
     out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
     options = replace(problem.options, out_dtype=torch.float32 if in_fp32 else None)
@@ -241,7 +249,7 @@ def close(actual: Any, expected: Any) -> None:
 
 
 def problem_of(lengths: tuple[int, int], head_dim: int, **chosen: Any) -> Case:
-    names = ("heads", "batch", "value_dim")
+    names = ("heads", "batch", "value_dim", "dtype")
     shape = {name: chosen.pop(name) for name in names if name in chosen}
     options = new_problem(head_dim=head_dim, **chosen)
     return Case(lengths=lengths, head_dim=head_dim, options=options, **shape)
@@ -310,13 +318,80 @@ def test_forward_of_wide_heads(name: str, head_dims: tuple[int, int]) -> None:
     check_forward(problem, list(PROBLEMS).index(name))
 
 
-@pytest.mark.parametrize("scale", [0.3, 4.0])
-def test_maxima_that_rise_little_and_much(scale: float) -> None:
-    """Sums of wide heads are multiplied only where a maximum rises by 8 in units of log2."""
-    problem = problem_of((130, 700), 256, value_dim=256, scale=scale)
+#: Of fp64, powers of two overflow where a score is larger than the first ones by 1,024.
+OVERFLOWING = 400.0
+WITHOUT_REPETITION = {"_any_overflowed": lambda *arguments: False}
+overflows = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+
+
+@overflows
+@pytest.mark.usefixtures("long_configurations")
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), *WIDE], ids=str)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"lengths": (650, 300)},
+        {"heads": (4, 2), "lengths": (333, 411), "causal": "bottom-right"},
+        {"lengths": (500, 600), "window": (400, 90)},
+    ],
+    ids=str,
+)
+def test_rows_that_overflow(chosen: dict[str, Any], head_dims: tuple[int, int]) -> None:
+    """Tiles come once more in any round, also the last ones."""
+    head_dim, value_dim = head_dims
+    chosen = chosen | {"value_dim": value_dim, "scale": OVERFLOWING}
+    problem = problem_of(head_dim=head_dim, **chosen)
+    for seed in range(2):
+        check_forward(problem, seed)
+    with pytest.raises(AssertionError):
+        check_forward(problem, 0, **WITHOUT_REPETITION)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("name", ["causal", "bottom-right, grouped", "negative scale"])
+def test_maxima_of_fp16(name: str, head_dim: int) -> None:
+    """Scores are compared as integers, which finds those above 0."""
+    chosen = PROBLEMS[name] | {"dtype": torch.float16}
+    problem = problem_of(head_dim=head_dim, **chosen)
+    check_forward(problem, list(PROBLEMS).index(name))
+    check_forward(problem, list(PROBLEMS).index(name), negative=True)
+
+
+@overflows
+@pytest.mark.parametrize("causal", [False, True])
+def test_negative_scores_of_fp16(causal: bool) -> None:
+    chosen = {"dtype": torch.float16, "scale": OVERFLOWING, "causal": causal}
+    problem = problem_of((650, 650), 64, **chosen)
+    check_forward(problem, 0, negative=True)
+    with pytest.raises(AssertionError):
+        check_forward(problem, 0, negative=True, **WITHOUT_REPETITION)
+
+
+@overflows
+@pytest.mark.parametrize("n_keys", [129, 400])
+def test_one_tile_that_overflows(n_keys: int) -> None:
+    """It is due in the round after the last, with a slot of Q that was never filled."""
+    problem = problem_of((100, n_keys), 64, scale=OVERFLOWING)
     check_forward(problem, 0)
-    with pytest.raises(AssertionError):  # these maxima do both
-        check_forward(problem, 0, scale_risen_rows=lambda accs, factors, rises: accs)
+    with pytest.raises(AssertionError):
+        check_forward(problem, 0, **WITHOUT_REPETITION)
+
+
+@overflows
+def test_rows_beside_one_that_overflows() -> None:
+    """Their output and logsumexp are the same numbers as without it."""
+    problem = problem_of((200, 500), 64)
+    outputs = []
+    for factor in (1.0, 1e4):
+        q, k, v, do = problem.inputs(0)
+        q[0, 0, 70] *= factor
+        out, rows = np.full(do.shape, np.nan), np.full(do.shape[:3], np.nan)
+        launch = forward.HopperForwardCall(*problem.meta(), problem.options).launch
+        run(launch, forward_kernel, [q, k, v, out, rows, None, None], 0, {})
+        outputs.append((np.delete(out, 70, 2), np.delete(rows, 70, 2), out[0, 0, 70]))
+    for before, beside in zip(outputs[0][:2], outputs[1][:2], strict=True):
+        np.testing.assert_array_equal(beside, before)
+    assert np.isfinite(outputs[1][2]).all()
 
 
 @pytest.mark.parametrize("head_dim", [72, 96])

@@ -20,13 +20,8 @@ class ForwardShape:
     over_queries: the output takes the place of Q in shared memory. With two slots, one is free for
         another tile only when the next tile has begun, which is too late in short sequences.
     in_order: P·V of a tile is added before the next tile's scores, not beside its softmax.
-    named_releases: consumers release tiles of K and V at hardware barriers, warp by warp, not at
-        mbarriers.
-    partial_sums: each thread sums up its own columns of a row, and lanes add up their sums only at
-        the end of a tile of queries.
-    tree_of_maxima: a thread compares its scores of a row four at a time, not one after another.
-    seldom_rescales: a row's sums are kept relative to an older maximum while that is at most 2^8
-        times too small.
+    products_first: a step's softmax begins when both its products are complete; the tensor cores
+        have those of other consumers then.
     """
 
     consumers: int
@@ -36,10 +31,7 @@ class ForwardShape:
     q_slots: int = 2
     over_queries: bool = False
     in_order: bool = False
-    named_releases: bool = False
-    partial_sums: bool = False
-    tree_of_maxima: bool = False
-    seldom_rescales: bool = False
+    products_first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,17 +74,12 @@ class BackwardConfig:
 
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
-_THREE = replace(_TWO, consumers=3, registers=160, head_cost=0.001, tree_of_maxima=True)
-# What shortens the softmax of a step; see LOG.md for where it does not.
-_SHORT = replace(_TWO, named_releases=True, partial_sums=True)
+_THREE = replace(_TWO, consumers=3, registers=160, products_first=True, head_cost=0.001)
 # One consumer's softmax beside two others' products, not beside its own.
-_IN_ORDER = replace(
-    _THREE, tree_of_maxima=False, partial_sums=True, in_order=True, over_queries=True
-)
+_IN_ORDER = replace(_THREE, products_first=False, in_order=True, over_queries=True)
 # 192 columns of Q and K, 128 of V.
-_NARROW_VALUES = replace(_SHORT, parts=3, q_slots=1, over_queries=True, head_cost=0.004)
+_NARROW_VALUES = replace(_TWO, parts=3, q_slots=1, over_queries=True, head_cost=0.004)
 _WIDE = replace(_TWO, keys=64, q_slots=1, over_queries=True, head_cost=0.004)
-_SHORT_WIDE = replace(_WIDE, named_releases=True, seldom_rescales=True)
 # Tiles of 128 of so many rows of queries, over all heads, run at once on 132 SMs. The longest tile
 # then decides, and a tile of 192 queries takes longer.
 ROWS_AT_ONCE = 132 * 128
@@ -100,22 +87,22 @@ ROWS_AT_ONCE = 132 * 128
 # many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_SHORT, rounds=2, halves=True, head_cost=0.001)),
+        (1024, replace(_TWO, rounds=2, halves=True, head_cost=0.001)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=464)),
     ),
-    (64, False): ((1024, _SHORT), (math.inf, _THREE)),
+    (64, False): ((1024, _TWO), (math.inf, _THREE)),
     (96, True): (
         (2048, replace(_TWO, rounds=2)),
         (math.inf, replace(_IN_ORDER, rounds=4, spills=56)),
     ),
     (96, False): ((1024, _TWO), (math.inf, _IN_ORDER)),
-    (128, True): ((2048, replace(_SHORT, rounds=2)), (math.inf, replace(_SHORT, rounds=4))),
-    (128, False): ((2048, _SHORT), (math.inf, replace(_SHORT, over_queries=True))),
+    (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
+    (128, False): ((2048, _TWO), (math.inf, replace(_TWO, over_queries=True))),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
     (192, False): ((math.inf, _NARROW_VALUES),),
-    (256, True): ((math.inf, replace(_SHORT_WIDE, rounds=4)),),
-    (256, False): ((math.inf, replace(_SHORT_WIDE, spills=48)),),
+    (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
+    (256, False): ((math.inf, replace(_WIDE, spills=48)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
@@ -131,7 +118,7 @@ BACKWARD = {
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
-    64: replace(_TWO, rounds=2, spills=40),
+    64: replace(_TWO, rounds=2, products_first=True, spills=40),
     128: replace(_TWO, rounds=2, spills=164),
     192: replace(_NARROW_VALUES, rounds=2, spills=288),
     256: replace(_WIDE, rounds=2, spills=240),

@@ -116,6 +116,7 @@ class HopperForwardCall:
             packed=packed,
             bottom_right=packed and problem.bottom_right,
             has_sinks=sinks is not None,
+            fp16=dtype is torch.float16,
             fp32_out=in_fp32,
         )
         map_of = functools.partial(tile_map, dtype=dtype, packed=packed)

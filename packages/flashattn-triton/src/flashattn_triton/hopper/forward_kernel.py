@@ -8,8 +8,15 @@ owns 64 rows: it issues the product Q·Kᵀ of tile j and the product P·V of ti
 the softmax of tile j while the tensor cores still work on the second product.
 
     s = Q Kᵀ                        raw scores of one tile of keys, in registers
-    P = exp2(s · scale · log2(e) - max)
-    O = Σ P V / Σ P,  L = (max + log2 Σ P) · ln(2)
+    P = exp2(s · scale · log2(e) - shift)
+    O = Σ P V / Σ P,  L = (shift + log2 Σ P) · ln(2)
+
+Any shift gives the same output, as long as no number overflows and P is not all zeros. Here it is
+the largest score of a row in the first tile of keys, not a running maximum (arXiv:1805.02867): the
+loop over the others searches no maximum and corrects no sum, which is a third of its instructions.
+P of a later, larger score is above 1, and as exact as below. Where a score is larger by so much
+that P, its sum or O overflow, they are not finite. Consumers then say so, the tile of queries comes
+once more, and those rows are computed with running maxima.
 
 Keys are walked from the last visible tile to the first, so that the tiles on the diagonal and the
 ragged tail come first and the loop over all others is without a mask. Rows past the end of a head
@@ -45,9 +52,9 @@ from flashattn_triton.hopper.configs import ForwardShape
 from flashattn_triton.hopper.products import (
     issue_columns,
     issue_over_columns,
-    scale_risen_rows,
     scale_rows,
     store_columns,
+    wait_for_all,
     wait_for_columns,
     write_columns,
     zero_columns,
@@ -79,8 +86,8 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync,
     named_barrier_sync_at,
     new_barriers,
-    raised_max,
     to_operand,
+    wait_until_written,
 )
 
 ROWS = gl.constexpr(64)  # of one consumer: what one warp group's wgmma computes
@@ -102,6 +109,7 @@ class ForwardOptions(ForwardShape):
     has_left: no query sees a key more than ``width`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     has_sinks: each head has one more score in every row.
+    fp16: inputs are, not bf16.
     fp32_out: the output is stored as it was accumulated.
     """
 
@@ -114,6 +122,7 @@ class ForwardOptions(ForwardShape):
     packed: bool
     bottom_right: bool
     has_sinks: bool
+    fp16: bool
     fp32_out: bool
 
 
@@ -122,13 +131,16 @@ class ForwardOptions(ForwardShape):
 # The producer finds out which tile is next, and tells consumers by a record in shared memory, which
 # is complete when the tile's Q is. Consumers divide no indices and read no table between two tiles:
 # packed sequences are 2 to 3 % faster.
+#
+# A round is a tile of queries, for the first time or once more. Consumers note which of its rows
+# overflowed, and the producer looks before it fills the same slot of Q again, and at the end.
 
 RECORD = gl.constexpr(8)  # fields
-NO_TILE = gl.constexpr(-1)  # in place of the first row, after the last tile
+NO_TILE = gl.constexpr(-1)  # in place of the first row, after the last tile, and of a number
 
 
 @gluon.jit
-def _write_record(record, first_row, head, first_at, n_queries, band, keys_end):
+def _write_record(record, first_row, head, first_at, n_queries, band, keys_end, again):
     """Each thread writes all fields, so that whoever arrives at a barrier next has written them."""
     n_keys, offset, _width = band
     field = gl.arange(0, RECORD, gl.BlockedLayout([RECORD], [32], [4], [0]))
@@ -137,7 +149,8 @@ def _write_record(record, first_row, head, first_at, n_queries, band, keys_end):
     values = gl.where(field == 3, n_queries, values)
     values = gl.where(field == 4, n_keys, values)
     values = gl.where(field == 5, offset, values)
-    record.store(gl.where(field == 6, keys_end, values))
+    values = gl.where(field == 6, keys_end, values)
+    record.store(gl.where(field == 7, again, values))
 
 
 @gluon.jit
@@ -157,9 +170,10 @@ def _has_tile(q_full, records, round_index, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _read_record(record, work, OPTIONS: gl.constexpr):
-    """A tile for consumers: (first row, head, rows, band, ``at`` of the rows, end of keys).
+    """A tile for consumers: (first row, head, rows, band, ``at`` of the rows, end of keys, again).
 
-    Where keys end at -1, no sequence owns the rows.
+    Where keys end at -1, no sequence owns the rows. Of a tile that comes again, the last number is
+    1 more than the slot where its overflowed rows are noted, else 0.
     """
     sizes, band, _ = work
     n_queries = sizes[1]
@@ -171,35 +185,68 @@ def _read_record(record, work, OPTIONS: gl.constexpr):
         band = (_field(record, 4), _field(record, 5), band[2])
         q_at = (first_at, END - n_queries)
         keys_end = _field(record, 6)
-    return first_row, head, n_queries, band, q_at, keys_end
+    return first_row, head, n_queries, band, q_at, keys_end, _field(record, 7)
+
+
+@gluon.jit
+def _any_overflowed(finished, overflowed, round_index, OPTIONS: gl.constexpr):
+    """Waits until consumers have finished a round; whether rows of it overflowed."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    slot = round_index % OPTIONS.q_slots
+    mbarrier.wait(finished.index(slot), (round_index // OPTIONS.q_slots) & 1)
+    found = 0
+    for c in gl.static_range(CONSUMERS):
+        found += gl.max(overflowed.index(slot * CONSUMERS + c).load(LAYOUT), 0)
+    return found != 0
+
+
+@gluon.jit
+def _next_tile(finished, overflowed, round_index, begun, before, N_TILES, OPTIONS: gl.constexpr):
+    """Which tile this program computes in a round: (its number, ``again`` of its record, begun).
+
+    ``before``: numbers of the tiles of the last two rounds, or NO_TILE where none is to come again.
+    ``begun``: how many tiles came once. After the last tile the number is NO_TILE.
+    """
+    last_but_one, last = before
+    due = last if OPTIONS.q_slots == 1 else last_but_one  # was in the slot that is filled now
+    number = NO_TILE
+    again = 0
+    if due != NO_TILE:
+        if _any_overflowed(finished, overflowed, round_index - OPTIONS.q_slots, OPTIONS):
+            number = due
+            again = 1 + round_index % OPTIONS.q_slots
+    if number == NO_TILE:
+        if tile_index(begun) < N_TILES:
+            number = begun
+            begun += 1
+        elif OPTIONS.q_slots > 1:
+            if last != NO_TILE:
+                if _any_overflowed(finished, overflowed, round_index - 1, OPTIONS):
+                    number = last
+                    again = 1 + (round_index - 1) % OPTIONS.q_slots
+                last = NO_TILE
+    return number, again, begun, last
 
 
 # ---- slots of K and V ----------------------------------------------------------------------------
 #
-# Consumers release slots at mbarriers or, with ``named_releases``, at hardware barriers. At the
-# latter each warp arrives by itself; before an arrival at an mbarrier Triton has all warps of the
-# consumer meet, in each step twice. ptxas then also moves exponentials to before the wait for P·V
-# and the release of V to after others, so that the choice is one of measurement (LOG.md).
+# Consumers release slots at hardware barriers, at which each warp arrives by itself; before an
+# arrival at an mbarrier Triton has all warps of the consumer meet, in each step twice.
 
 
 @gluon.jit
-def _release(barrier, KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
-    """A consumer has read a slot, whose mbarrier is in ``barrier``."""
-    if OPTIONS.named_releases:
-        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
-        named_barrier_arrive_at(named, 128 * (OPTIONS.consumers + 1))
-    else:
-        mbarrier.arrive(barrier.index(slot), count=1)
+def _release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
+    """A consumer has read a slot."""
+    named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+    named_barrier_arrive_at(named, 128 * (OPTIONS.consumers + 1))
 
 
 @gluon.jit
-def _wait_for_release(barrier, KIND: gl.constexpr, slot, phase, OPTIONS: gl.constexpr):
-    """The producer waits until all consumers have read what was in a slot in the phase before."""
-    if OPTIONS.named_releases:
-        named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
-        named_barrier_sync_at(named, 128 * (OPTIONS.consumers + 1))
-    else:
-        mbarrier.wait(barrier.index(slot), phase ^ 1)
+def _wait_for_release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
+    """The producer waits until all consumers have read what was in a slot."""
+    named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
+    named_barrier_sync_at(named, 128 * (OPTIONS.consumers + 1))
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -218,8 +265,8 @@ def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr)
 def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
     q_desc, k_desc, v_desc, _o_out = descriptors
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_smem, k_smem, v_smem, _o_smem, records = buffers
+    q_full, q_empty, k_full, v_full, finished = barriers
+    q_smem, k_smem, v_smem, _o_smem, records, overflowed = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     STAGES: gl.constexpr = OPTIONS.stages
@@ -231,17 +278,23 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     VALUE_BYTES: gl.constexpr = KEYS * v_smem.shape[2] * 2
     tiles_done = 0  # tiles of keys so far
     round_index = 0
-    index = gl.program_id(0)
-    while index < N_TILES:
+    before = NO_TILE  # the tile of the round before the last, and of the last
+    last = NO_TILE
+    begun = 1
+    again = 0
+    number = gl.where(tile_index(0) < N_TILES, 0, NO_TILE)
+    while number != NO_TILE:
         first_row, head, n_queries, own_band, q_at, k_at = tile_at(
-            index, work, CONSUMERS * ROWS, OPTIONS
+            tile_index(number), work, CONSUMERS * ROWS, OPTIONS
         )
         stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
         start, stop = key_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         kv_head = head // HEADS_PER_KV
         q_slot = round_index % Q_SLOTS
-        mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
-        _write_record(records.index(q_slot), first_row, head, q_at[0], n_queries, own_band, k_at[0])
+        if OPTIONS.over_queries:
+            mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+        record = records.index(q_slot)
+        _write_record(record, first_row, head, q_at[0], n_queries, own_band, k_at[0], again)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
         for c in gl.static_range(CONSUMERS):
             row = first_row + c * ROWS
@@ -250,25 +303,28 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
             slot = tiles_done % STAGES
-            phase = (tiles_done // STAGES) & 1
-            _wait_for_release(k_empty, KEY_SLOT, slot, phase, OPTIONS)
+            _wait_for_release(KEY_SLOT, slot, OPTIONS)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
             _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
-            _wait_for_release(v_empty, VALUE_SLOT, slot, phase, OPTIONS)
+            _wait_for_release(VALUE_SLOT, slot, OPTIONS)
             mbarrier.expect(v_full.index(slot), VALUE_BYTES)
             v_tile = v_smem.index(slot)
             load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, OPTIONS.packed)
             tiles_done += 1
         round_index += 1
-        index = tile_index(round_index)
+        before = last
+        last = number
+        number, again, begun, last = _next_tile(
+            finished, overflowed, round_index, begun, (before, last), N_TILES, OPTIONS
+        )
     q_slot = round_index % Q_SLOTS
-    mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
-    _write_record(records.index(q_slot), NO_TILE, 0, 0, 0, work[1], 0)
+    if OPTIONS.over_queries:
+        mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+    _write_record(records.index(q_slot), NO_TILE, 0, 0, 0, work[1], 0, 0)
     mbarrier.arrive(q_full.index(q_slot), count=1)
-    if OPTIONS.named_releases:  # takes the last arrivals
-        for i in gl.static_range(STAGES):
-            _wait_for_release(k_empty, KEY_SLOT, i, 0, OPTIONS)
-            _wait_for_release(v_empty, VALUE_SLOT, i, 0, OPTIONS)
+    for i in gl.static_range(STAGES):  # takes the last arrivals
+        _wait_for_release(KEY_SLOT, i, OPTIONS)
+        _wait_for_release(VALUE_SLOT, i, OPTIONS)
 
 
 # ---- consumer ------------------------------------------------------------------------------------
@@ -300,14 +356,14 @@ def _release_queries(q_empty, round_index, OPTIONS: gl.constexpr):
 @gluon.jit
 def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr):
     """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _q_full, _q_empty, k_full, v_full, _finished = barriers
     for _ in range(n):
         slot = tiles_done % OPTIONS.stages
         phase = (tiles_done // OPTIONS.stages) & 1
         mbarrier.wait(k_full.index(slot), phase)
-        _release(k_empty, KEY_SLOT, slot, OPTIONS)
+        _release(KEY_SLOT, slot, OPTIONS)
         mbarrier.wait(v_full.index(slot), phase)
-        _release(v_empty, VALUE_SLOT, slot, OPTIONS)
+        _release(VALUE_SLOT, slot, OPTIONS)
         tiles_done += 1
         if not OPTIONS.in_order:
             _scheduler_barrier_wait(CONSUMER)
@@ -354,6 +410,39 @@ def _store_output(
         store_tile(descriptor, at, head, row, smem.index(tile + part), PACKED, part * smem.shape[2])
 
 
+# ---- softmax -------------------------------------------------------------------------------------
+
+# What becomes of a row's shift in a step.
+KEPT = gl.constexpr("kept")
+RAISED = gl.constexpr("raised")
+# As RAISED, but scores are compared as integers, three in one instruction. That finds the largest
+# one if it is not negative, and else a smaller one, so that exponentials may be above 1.
+RAISED_BY_INTEGERS = gl.constexpr("raised by integers")
+
+
+@gluon.constexpr_function
+def _headroom(options):
+    """By how many powers of two the first exponentials are smaller than 1.
+
+    bf16 has the exponents of fp32: 2^48 is as far from the smallest as from the largest that is
+    left for sums and values. fp16 would lose digits.
+    """
+    return 0.0 if options.fp16 else 48.0
+
+
+@gluon.constexpr_function
+def _power_of_two(exponent):
+    return 2.0**exponent
+
+
+@gluon.constexpr_function
+def _usual(options):
+    """What becomes of shifts in tiles without a mask, as long as nothing overflows."""
+    if not options.fp16:
+        return KEPT
+    return RAISED if options.negative else RAISED_BY_INTEGERS
+
+
 @gluon.constexpr_function
 def _has_blind_rows(options):
     """Whether some row may see no key at first."""
@@ -361,51 +450,78 @@ def _has_blind_rows(options):
 
 
 @gluon.jit
+def _shift(s, scale_log2, OPTIONS: gl.constexpr, INTEGERS: gl.constexpr = False):
+    """What is subtracted from scores (ROWS, keys) of each row, in units of log2."""
+    return largest(s, scale_log2, OPTIONS.negative, INTEGERS) + _headroom(OPTIONS)
+
+
+@gluon.jit
 def _softmax(
-    s, scales, first_row, first_key, band, state, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+    s,
+    scales,
+    first_row,
+    first_key,
+    band,
+    state,
+    overflowed,  # (ROWS,), or None: only these rows' shifts are raised
+    OPTIONS: gl.constexpr,
+    MASKED: gl.constexpr,
+    SHIFTS: gl.constexpr,
 ):
     """Exponentials of one tile of scores.
 
-    Returns them, the factors of :func:`_rescale`, and the new state: of each row its maximum
-    (ROWS,), in units of log2, and its sum as of ``sums_of_columns``.
+    Returns them, factors of the sums before if shifts are raised, and the new state: of each row
+    its shift (ROWS,), and its sum as of ``sums_of_columns``.
     """
     scale_log2, tanh_scale = scales
-    row_max, row_sum = state
+    shift, row_sum = state
+    BLIND_ROWS: gl.constexpr = _has_blind_rows(OPTIONS)
     s = scores_tile(s, tanh_scale, first_row, first_key, band, MASKED, OPTIONS)
-    highest = largest(s, scale_log2, OPTIONS.negative, OPTIONS.tree_of_maxima)
-    new_max = gl.maximum(row_max, highest)
-    rises = ()
-    if OPTIONS.seldom_rescales:
-        new_max, risen = raised_max(row_max, new_max)
-        rises = (risen,)
-    shift = finite_max(new_max, _has_blind_rows(OPTIONS) and MASKED)
-    exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-    correction = exp2(row_max - shift)
-    row_sum = row_sum * factors_like(correction, row_sum)
-    row_sum += sums_of_columns(exponentials, OPTIONS.partial_sums)
-    factors = (correction,)
-    factors += rises
-    return exponentials, factors, (new_max, row_sum)
+    factors = ()
+    if SHIFTS != KEPT:
+        own = _shift(s, scale_log2, OPTIONS, SHIFTS == RAISED_BY_INTEGERS)
+        raised = gl.maximum(shift, own)
+        if overflowed is not None:
+            raised = gl.where(overflowed != 0, raised, shift)
+        factors = (exp2(shift - finite_max(raised, BLIND_ROWS)),)
+        row_sum = row_sum * factors_like(factors[0], row_sum)
+        shift = raised
+    exponentials = exp2(s * scale_log2 - gl.expand_dims(finite_max(shift, BLIND_ROWS), 1))
+    row_sum += sums_of_columns(exponentials)
+    return exponentials, factors, (shift, row_sum)
 
 
 @gluon.jit
-def _rescale(acc, factors):
-    """O so far, times a factor of each row, or only where a second number says that it changes."""
-    if len(factors) == 1:
-        scaled = scale_rows(acc, factors[0])
+def _scaled_by(acc, factors):
+    """O so far, times the factors of :func:`_softmax`."""
+    for i in gl.static_range(len(factors)):
+        acc = scale_rows(acc, factors[i])
+    return acc
+
+
+@gluon.jit
+def _overflowed_rows(shift, row_sum, OPTIONS: gl.constexpr):
+    """(ROWS,): 1 where a number of the row may have overflowed, else 0.
+
+    In bf16, where the sum of exponentials is above 2^48, which values up to 2^79 may be multiplied
+    with. In fp16 exponentials are at most 2^-shift, for a negative shift; in steps that compare
+    integers, ``shift`` is the one before them.
+    """
+    if OPTIONS.fp16:
+        fits = (shift >= -15.0) | (shift == -float("inf"))
     else:
-        scaled = scale_risen_rows(acc, factors[0], factors[1])
-    return scaled
+        fits = row_sum <= 2.0**48
+    return gl.where(fits, 0, 1)
 
 
 @gluon.jit
-def _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS: gl.constexpr):
+def _add_values(p, acc, v_smem, tiles_done, v_full, OPTIONS: gl.constexpr):
     """O plus P·V of a tile, whose slot is then released."""
     slot = tiles_done % OPTIONS.stages
     mbarrier.wait(v_full.index(slot), (tiles_done // OPTIONS.stages) & 1)
     acc = issue_columns(p, v_smem.index(slot), acc)
     acc = wait_for_columns(acc, 0)
-    _release(v_empty, VALUE_SLOT, slot, OPTIONS)
+    _release(VALUE_SLOT, slot, OPTIONS)
     return acc
 
 
@@ -422,14 +538,16 @@ def _step(
     acc,  # (ROWS, E) fp32, by ranges of columns
     p,  # (ROWS, KEYS), P of the previous tile
     state,  # of _softmax
+    overflowed,  # likewise
     CONSUMER: gl.constexpr,
     OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
+    SHIFTS: gl.constexpr,
     SCORES: gl.constexpr,
 ):
-    """Q·Kᵀ of this tile and its softmax; beside the softmax, or ``in_order`` before, P·V."""
-    _q_full, _q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _q_smem, k_smem, v_smem, _o_smem, _records = buffers
+    """Q·Kᵀ and softmax of this tile, and P·V of the tile before, or ``in_order`` of this one."""
+    _q_full, _q_empty, k_full, v_full, _finished = barriers
+    _q_smem, k_smem, v_smem, _o_smem, _records, _overflowed = buffers
     STAGES: gl.constexpr = OPTIONS.stages
     PROBABILITIES: gl.constexpr = p.type.layout
     slot = tiles_done % STAGES
@@ -441,26 +559,30 @@ def _step(
     if OPTIONS.in_order:
         s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
         s = warpgroup_mma_wait(0, deps=(s,))
+        _release(KEY_SLOT, slot, OPTIONS)
     else:
         _scheduler_barrier_wait(CONSUMER)
         s = _issue_scores(q_parts, k_smem, slot, k_smem.shape[1], SCORES, OPTIONS)
         mbarrier.wait(v_full.index(before), phase_before)
         acc = issue_columns(p, v_smem.index(before), acc)
         _scheduler_barrier_arrive(CONSUMER, OPTIONS.consumers)
-        s = warpgroup_mma_wait(len(acc), deps=(s,))
-    _release(k_empty, KEY_SLOT, slot, OPTIONS)
+        if OPTIONS.products_first:
+            s, acc = wait_for_all(s, acc)
+            _release(KEY_SLOT, slot, OPTIONS)
+            _release(VALUE_SLOT, before, OPTIONS)
+        else:
+            s = warpgroup_mma_wait(len(acc), deps=(s,))
+            _release(KEY_SLOT, slot, OPTIONS)
     exponentials, factors, state = _softmax(
-        s, scales, first_row, first_key, band, state, OPTIONS, MASKED
+        s, scales, first_row, first_key, band, state, overflowed, OPTIONS, MASKED, SHIFTS
     )
-    if OPTIONS.in_order:
-        acc = _rescale(acc, factors)
-        p = to_operand(exponentials, p.dtype, PROBABILITIES)
-        acc = _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS)
-    else:
+    if not OPTIONS.in_order and not OPTIONS.products_first:
         acc = wait_for_columns(acc, 0)
-        _release(v_empty, VALUE_SLOT, before, OPTIONS)
-        acc = _rescale(acc, factors)
-        p = to_operand(exponentials, p.dtype, PROBABILITIES)
+        _release(VALUE_SLOT, before, OPTIONS)
+    acc = _scaled_by(acc, factors)
+    p = to_operand(exponentials, p.dtype, PROBABILITIES)
+    if OPTIONS.in_order:
+        acc = _add_values(p, acc, v_smem, tiles_done, v_full, OPTIONS)
     return acc, p, state
 
 
@@ -477,8 +599,8 @@ def _consumer(
 ):
     """Output and logsumexp of 64 rows of each tile."""
     _q_desc, _k_desc, _v_desc, o_out = descriptors
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    q_smem, k_smem, v_smem, o_smem, records = buffers
+    q_full, q_empty, k_full, v_full, finished = barriers
+    q_smem, k_smem, v_smem, o_smem, records, overflowed = buffers
     _N_TILES, N_QUERIES, N_HEADS, _HEADS_PER_KV, _GROUP = work[0]
     L_ptr, sinks_ptr, o_strides, width_div8 = per_row
     scale_log2, tanh_scale = scales
@@ -501,10 +623,9 @@ def _consumer(
     tiles_done = 0
     if CONSUMER == CONSUMERS - 1 and not OPTIONS.in_order:
         _scheduler_barrier_arrive(CONSUMER, CONSUMERS)  # consumer 0 is first
-    if OPTIONS.named_releases:  # all slots are empty
-        for i in gl.static_range(STAGES):
-            _release(k_empty, KEY_SLOT, i, OPTIONS)
-            _release(v_empty, VALUE_SLOT, i, OPTIONS)
+    for i in gl.static_range(STAGES):  # all slots are empty
+        _release(KEY_SLOT, i, OPTIONS)
+        _release(VALUE_SLOT, i, OPTIONS)
 
     round_index = 0
     while _has_tile(q_full, records, round_index, OPTIONS):
@@ -512,7 +633,7 @@ def _consumer(
             # Their products then queue one behind another, which keeps their softmaxes apart: 8 %.
             named_barrier_sync(0, 128 * CONSUMERS)
         q_slot = round_index % Q_SLOTS
-        tile_row, head, n_queries, own_band, q_at, keys_end = _read_record(
+        tile_row, head, n_queries, own_band, q_at, keys_end, again = _read_record(
             records.index(q_slot), work, OPTIONS
         )
         first_row = tile_row + CONSUMER * ROWS
@@ -538,30 +659,28 @@ def _consumer(
         if OPTIONS.over_queries and Q_SLOTS > 1 and round_index > 0:
             _release_queries(q_empty, round_index - 1, OPTIONS)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _release(k_empty, KEY_SLOT, slot, OPTIONS)
+        _release(KEY_SLOT, slot, OPTIONS)
         first_key = (stop - 1) * KEYS
         masked = OPTIONS.is_causal or OPTIONS.has_left or first_key + KEYS > own_band[0]
         s = scores_tile(s, tanh_scale, first_row, first_key, own_band, masked, OPTIONS)
-        row_max = largest(s, scale_log2, OPTIONS.negative, False)
+        shift = _shift(s, scale_log2, OPTIONS)
         if OPTIONS.has_sinks:  # one more score of each row, without a value
             sink = gl.load(sinks_ptr + head).to(gl.float32) * LOG2_E
             if OPTIONS.packed:  # nor do tokens that no sequence owns see a sink
                 sink = gl.where(keys_end < 0, float("-inf"), sink)
-            row_max = gl.maximum(row_max, sink)
-        shift = finite_max(row_max, _has_blind_rows(OPTIONS))
-        exponentials = exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-        row_sum = sums_of_columns(exponentials, OPTIONS.partial_sums)
+            shift = gl.maximum(shift, sink + _headroom(OPTIONS))
+        finite_shift = finite_max(shift, _has_blind_rows(OPTIONS))
+        exponentials = exp2(s * scale_log2 - gl.expand_dims(finite_shift, 1))
+        row_sum = sums_of_columns(exponentials)
         if OPTIONS.has_sinks:
-            row_sum = add_to_first(row_sum, exp2(sink - shift))
+            row_sum = add_to_first(row_sum, exp2(sink - finite_shift))
         if FIRST_KEYS < KEYS:
             exponentials = pad_columns(exponentials, SCORES)
-            row_max = gl.convert_layout(row_max, SCORE_ROWS, assert_trivial=True)
-            if not OPTIONS.partial_sums:
-                row_sum = gl.convert_layout(row_sum, SCORES, assert_trivial=True)
+            shift = gl.convert_layout(shift, SCORE_ROWS, assert_trivial=True)
         p = to_operand(exponentials, DTYPE, PROBABILITIES)
         acc = zero_columns(ROWS, E, E - (k_smem.shape[2] - OPTIONS.columns))
         if OPTIONS.in_order:
-            acc = _add_values(p, acc, v_smem, tiles_done, v_full, v_empty, OPTIONS)
+            acc = _add_values(p, acc, v_smem, tiles_done, v_full, OPTIONS)
 
         # A diagonal that is not aligned to tiles crosses two of them, a window's left edge too.
         whole = 1
@@ -572,37 +691,61 @@ def _consumer(
             whole = min(max(stop - last_whole, 1), n_key_tiles)
         if OPTIONS.has_left:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
-        bounds = (1, whole, whole_stop, n_key_tiles)
-        state = (row_max, row_sum)
-        for part in gl.static_range(3):
-            if (OPTIONS.shifted, True, OPTIONS.has_left)[part]:
-                for j in range(bounds[part], bounds[part + 1]):
-                    acc, p, state = _step(
-                        q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                        own_band, scales, acc, p, state, CONSUMER, OPTIONS, part != 1, SCORES,
-                    )  # fmt: skip
+        state = (shift, row_sum)
+        if OPTIONS.shifted:
+            for j in range(1, whole):
+                acc, p, state = _step(
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, True, RAISED, SCORES,
+                )  # fmt: skip
+        first_shift, _ = state
+        if again > 0:
+            rows = overflowed.index((again - 1) * CONSUMERS + CONSUMER).load(SCORE_ROWS)
+            for j in range(whole, whole_stop):
+                acc, p, state = _step(
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    own_band, scales, acc, p, state, rows, CONSUMER, OPTIONS, False, RAISED, SCORES,
+                )  # fmt: skip
+        else:
+            for j in range(whole, whole_stop):
+                acc, p, state = _step(
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, False,
+                    _usual(OPTIONS), SCORES,
+                )  # fmt: skip
+        if OPTIONS.has_left:
+            for j in range(whole_stop, n_key_tiles):
+                acc, p, state = _step(
+                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                    own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, True, RAISED, SCORES,
+                )  # fmt: skip
         tiles_done += n_key_tiles
-        if not OPTIONS.over_queries:
-            mbarrier.arrive(q_empty.index(q_slot), count=1)
 
-        row_max, row_sum = state
+        shift, row_sum = state
         slot = (tiles_done - 1) % STAGES
         if not OPTIONS.in_order:
             mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
             acc = issue_columns(p, v_smem.index(slot), acc)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
+        rows = _overflowed_rows(first_shift, row_sum, OPTIONS)
+        overflowed.index(q_slot * CONSUMERS + CONSUMER).store(gl.where(again > 0, 0, rows))
+        mbarrier.arrive(finished.index(q_slot), count=1)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-        logsumexp = (row_max + gl.log2(row_sum)) * LN_2
+        # The sum as of a shift without headroom, because logarithms near 0 are the most exact.
+        HEADROOM: gl.constexpr = _headroom(OPTIONS)
+        logsumexp = (shift - HEADROOM + gl.log2(row_sum * _power_of_two(HEADROOM))) * LN_2
         normaliser = 1.0 / row_sum
         if not OPTIONS.in_order:
             acc = wait_for_columns(acc, 0)
-            _release(v_empty, VALUE_SLOT, slot, OPTIONS)
+            _release(VALUE_SLOT, slot, OPTIONS)
         if OPTIONS.has_left:
             tiles_done = _release_tiles(start - tile_start, tiles_done, barriers, CONSUMER, OPTIONS)
 
         if not OPTIONS.over_queries:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
+        if again > 0:
+            wait_until_written()  # not finite, in the place of this output
         acc = scale_rows(acc, normaliser)
         if OPTIONS.fp32_out:
             at = first_element(o_strides, q_at, head, n_queries, first_row, OPTIONS.packed)
@@ -699,13 +842,11 @@ def hopper_forward_kernel(
     q_empty = new_barriers(Q_SLOTS, CONSUMERS)
     k_full = new_barriers(STAGES, 1)
     v_full = new_barriers(STAGES, 1)
-    k_empty, v_empty = k_full, v_full
-    if not OPTIONS.named_releases:
-        k_empty = new_barriers(STAGES, CONSUMERS)
-        v_empty = new_barriers(STAGES, CONSUMERS)
+    finished = new_barriers(Q_SLOTS, CONSUMERS)
+    overflowed = gl.allocate_shared_memory(gl.int32, [Q_SLOTS * CONSUMERS, ROWS], RECORDS)
     descriptors = (q_desc, k_desc, v_desc, o_out)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    buffers = (q_smem, k_smem, v_smem, o_smem, records)
+    barriers = (q_full, q_empty, k_full, v_full, finished)
+    buffers = (q_smem, k_smem, v_smem, o_smem, records, overflowed)
     if OPTIONS.packed:
         N_TILES = gl.load(tiles_ptr) * N_HEADS
     if not OPTIONS.shifted:

@@ -18,8 +18,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from flashattn_triton.hopper.support import multiply_if
-
 FIRST = gl.constexpr(64)  # columns of the first range, if there are two
 
 
@@ -112,16 +110,6 @@ def scale_rows(accs, factors):
     scaled = ()
     for i in gl.static_range(len(accs)):
         scaled += (accs[i] * _of_rows(factors, accs[i]),)
-    return scaled
-
-
-@gluon.jit
-def scale_risen_rows(accs, factors, rises):
-    """:func:`scale_rows`, skipped by warps that have no row whose maximum ``rises``."""
-    scaled = ()
-    for i in gl.static_range(len(accs)):
-        by, condition = _of_rows(factors, accs[i]), _of_rows(rises, accs[i])
-        scaled += (multiply_if(accs[i], by, condition),)
     return scaled
 
 

@@ -82,18 +82,19 @@ def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED
 
 
 @gluon.jit
-def largest(s, scale_log2, NEGATIVE: gl.constexpr, TREE: gl.constexpr):
+def largest(s, scale_log2, NEGATIVE: gl.constexpr, INTEGERS: gl.constexpr):
     """Row maxima of s · scale_log2; the scale's sign says which of the scores those are.
 
-    If TREE, a thread compares its columns of a row four at a time, not in one chain.
+    With INTEGERS, which takes a scale that is not negative, of rows with a score above 0 only: of
+    others it is the smallest.
     """
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    if TREE:
-        for _ in gl.static_range(2):
-            fours = gl.reshape(s, [s.shape[0], 4, s.shape[1] // 4])
-            s = gl.min(fours, 1) if NEGATIVE else gl.max(fours, 1)
-    found = gl.min(s, 1) if NEGATIVE else gl.max(s, 1)
-    return gl.convert_layout(found, LAYOUT, assert_trivial=True) * scale_log2
+    if NEGATIVE:
+        found = gl.min(s, 1)
+    elif INTEGERS:
+        found = gl.max(s.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+    else:
+        found = gl.max(s, 1)
+    return found * scale_log2
 
 
 @gluon.jit
@@ -114,19 +115,15 @@ def pad_columns(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def sums_of_columns(x, PARTIAL: gl.constexpr):
-    """(rows, columns) to sums of each row: (rows, 1), or if PARTIAL (rows, 8) within threads.
+def sums_of_columns(x):
+    """(rows, columns) to sums of each row within threads, (rows, 8).
 
     A thread holds two neighbours of every eight columns of a row. It adds up every eighth column in
     chains of its own, and lanes exchange nothing, in every step: that is left for the end.
     """
-    if PARTIAL:
-        EIGHT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-        eighths = gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
-        sums = gl.convert_layout(eighths, EIGHT, assert_trivial=True)
-    else:
-        sums = gl.expand_dims(gl.sum(x, 1), 1)
-    return sums
+    EIGHT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    eighths = gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(eighths, EIGHT, assert_trivial=True)
 
 
 @gluon.jit

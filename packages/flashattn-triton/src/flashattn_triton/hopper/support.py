@@ -117,57 +117,15 @@ def exp2(x):
 
 
 @gluon.jit
-def raised_max(old, new):
-    """(maxima to go on with, whether any rises within the warp) of rows, in units of log2.
-
-    A row goes on with its old maximum until the new one is 2^8 times as large: exponentials stay
-    below 256, which every type holds, and the sums are the same numbers on another scale. Each row
-    decides for itself, so that its result depends on no other row.
-    """
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred first, second, any;
-        .reg .f32 by_first, by_second;
-        sub.f32 by_first, $6, $4;
-        sub.f32 by_second, $7, $5;
-        setp.gt.f32 first, by_first, 0f41000000;
-        setp.gt.f32 second, by_second, 0f41000000;
-        selp.f32 $0, $6, $4, first;
-        selp.f32 $1, $7, $5, second;
-        or.pred any, first, second;
-        vote.sync.any.pred any, any, 0xffffffff;
-        selp.b32 $2, 1, 0, any;
-        mov.b32 $3, $2;
-        }""",
-        "=&f,=&f,=&r,=&r,f,f,f,f",
-        [old, new],
-        dtype=(gl.float32, gl.int32),
-        is_pure=True,
-        pack=2,
-    )
-
-
-@gluon.constexpr_function
-def _multiplication(n):
-    copies = "".join(f"mov.f32 ${i}, ${n + i};\n" for i in range(n))
-    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};\n" for i in range(n))
-    skip = f"setp.eq.s32 skip, ${3 * n}, 0;\n@skip bra done;\n"
-    return f"{{\n.reg .pred skip;\n{copies}{skip}{products}done:\n}}"
-
-
-@gluon.constexpr_function
-def _multiplication_constraints(n):
-    return ",".join(["=&f"] * n + ["f"] * (2 * n) + ["r"] * n)
-
-
-@gluon.jit
-def multiply_if(x, factors, condition):
-    """``x * factors`` if ``condition`` holds, which is one number within a warp; else ``x``."""
-    N: gl.constexpr = min(32, x.shape[1] // 2)  # numbers of a thread for each branch
-    PTX: gl.constexpr = _multiplication(N)
-    CONSTRAINTS: gl.constexpr = _multiplication_constraints(N)
-    return gl.inline_asm_elementwise(
-        PTX, CONSTRAINTS, [x, factors, condition], dtype=gl.float32, is_pure=True, pack=N
+def wait_until_written():
+    """Waits until what this warp group has stored by the TMA is in memory, not only read."""
+    gl.inline_asm_elementwise(
+        "{ cp.async.bulk.wait_group 0; mov.b32 $0, 0; }",
+        "=r,r",
+        [gl.to_tensor(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
