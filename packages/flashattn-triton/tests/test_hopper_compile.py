@@ -187,16 +187,15 @@ def allowed(row: dict[str, Any]) -> tuple[int, int]:
 def unmasked_loops(row: dict[str, Any]) -> list[int]:
     """Accesses to spilled registers in each consumer's loop over whole tiles.
 
-    Forward, a diagonal that is not aligned has a loop of its own, with at most one iteration,
-    before that loop, and a window's left edge has one after it. Backward, the loop without a mask
-    is the last, unless a window's left edge follows.
+    Forward, a window's left edge has a loop after it. Backward, the loop without a mask is the
+    last, unless a window's left edge follows.
     """
     after = int("window" in row["options"])
     consumers = config_of(row).consumers if row["direction"] == "forward" else 2
     loops_of_one, rest = divmod(len(row["loops"]), consumers)
     assert not rest, row
     if row["direction"] == "forward":
-        assert loops_of_one in (1 + after, 2 + after), row
+        assert loops_of_one == 1 + after, row
     return list(row["loops"][loops_of_one - 1 - after :: loops_of_one])
 
 

@@ -347,6 +347,34 @@ def test_rows_that_overflow(chosen: dict[str, Any], head_dims: tuple[int, int]) 
         check_forward(problem, 0, **WITHOUT_REPETITION)
 
 
+def exp2_of_fp32(x: Tensor) -> Tensor:
+    """As the special function unit: no result is below 2^-126, but 0."""
+    y = np.exp2(x.value.astype(np.float32))
+    return Tensor(np.where(y < 2.0**-126, 0.0, y), x.type.layout)
+
+
+@overflows
+@pytest.mark.usefixtures("long_configurations")
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [8.0, 30.0, 200.0])
+@pytest.mark.parametrize(
+    "chosen",
+    [{}, {"causal": True}, {"causal": True, "window": (400, None)}, {"window": (300, 90)}],
+    ids=str,
+)
+def test_rows_that_overflow_fp32(chosen: dict[str, Any], factor: float, head_dim: int) -> None:
+    """Scores of the first keys, which come last, are larger by any number of powers of two."""
+    problem = problem_of((900, 900), head_dim, **chosen)
+    q, k, v, do = problem.inputs(0)
+    k[:, :, :300] *= factor
+    p, lse = problem.probabilities(q, k)
+    out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
+    launch = forward.HopperForwardCall(*problem.meta(), problem.options).launch
+    run(launch, forward_kernel, [q, k, v, out, rows, None, None], 0, {"exp2": exp2_of_fp32})
+    np.testing.assert_allclose(rows, lse, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(out, p @ v, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 @pytest.mark.parametrize("name", ["causal", "bottom-right, grouped", "negative scale"])
 def test_maxima_of_fp16(name: str, head_dim: int) -> None:
@@ -357,14 +385,31 @@ def test_maxima_of_fp16(name: str, head_dim: int) -> None:
     check_forward(problem, list(PROBLEMS).index(name), negative=True)
 
 
+def rounded_to_fp16(x: Tensor, dtype: Any, layout: Any) -> Tensor:
+    return Tensor(x.value.astype(np.float16).astype(np.float64), layout)
+
+
 @overflows
-@pytest.mark.parametrize("causal", [False, True])
-def test_negative_scores_of_fp16(causal: bool) -> None:
-    chosen = {"dtype": torch.float16, "scale": OVERFLOWING, "causal": causal}
-    problem = problem_of((650, 650), 64, **chosen)
-    check_forward(problem, 0, negative=True)
-    with pytest.raises(AssertionError):
-        check_forward(problem, 0, negative=True, **WITHOUT_REPETITION)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (400, 90)}], ids=str)
+@pytest.mark.parametrize("scale", [3.0, 20.0])
+def test_negative_scores_of_fp16(options: dict[str, Any], scale: float) -> None:
+    """Of them, comparisons of integers find the smallest."""
+    problem = problem_of((650, 650), 64, dtype=torch.float16, scale=scale, **options)
+    q, k, v, do = problem.inputs(0)
+    q, k = abs(q), -abs(k)
+    p, lse = problem.probabilities(q, k)
+
+    def outputs(**changes: Any) -> Any:
+        out, rows = np.full(do.shape, np.nan), np.full(lse.shape, np.nan)
+        launch = forward.HopperForwardCall(*problem.meta(), problem.options).launch
+        changes |= {"exp2": exp2_of_fp32, "to_operand": rounded_to_fp16}
+        run(launch, forward_kernel, [q, k, v, out, rows, None, None], 0, changes)
+        return out, rows
+
+    out, rows = outputs()
+    np.testing.assert_allclose(rows, lse, rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(out, p @ v, rtol=0, atol=5e-3)
+    assert not np.isfinite(outputs(**WITHOUT_REPETITION)[0]).all()
 
 
 @overflows

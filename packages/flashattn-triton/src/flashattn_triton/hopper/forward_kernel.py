@@ -189,43 +189,45 @@ def _read_record(record, work, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _any_overflowed(finished, overflowed, round_index, OPTIONS: gl.constexpr):
-    """Waits until consumers have finished a round; whether rows of it overflowed."""
+def _any_overflowed(finished, overflowed, round_index, number, OPTIONS: gl.constexpr):
+    """Waits until consumers have finished a round's tile; whether rows of it overflowed.
+
+    Without waiting, no if the tile's ``number`` is NO_TILE.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     CONSUMERS: gl.constexpr = OPTIONS.consumers
-    slot = round_index % OPTIONS.q_slots
-    mbarrier.wait(finished.index(slot), (round_index // OPTIONS.q_slots) & 1)
     found = 0
-    for c in gl.static_range(CONSUMERS):
-        found += gl.max(overflowed.index(slot * CONSUMERS + c).load(LAYOUT), 0)
+    if number != NO_TILE:
+        slot = round_index % OPTIONS.q_slots
+        mbarrier.wait(finished.index(slot), (round_index // OPTIONS.q_slots) & 1)
+        for c in gl.static_range(CONSUMERS):
+            found += gl.max(overflowed.index(slot * CONSUMERS + c).load(LAYOUT), 0)
     return found != 0
 
 
 @gluon.jit
 def _next_tile(finished, overflowed, round_index, begun, before, N_TILES, OPTIONS: gl.constexpr):
-    """Which tile this program computes in a round: (its number, ``again`` of its record, begun).
+    """Which tile this program computes in a round: its number, or NO_TILE after the last one.
 
-    ``before``: numbers of the tiles of the last two rounds, or NO_TILE where none is to come again.
-    ``begun``: how many tiles came once. After the last tile the number is NO_TILE.
+    ``begun``: how many tiles came once. ``before``: numbers of the tiles of the last two rounds,
+    or NO_TILE where none is to come again. Also returns ``again`` of the record, and what ``begun``
+    and the last round's number are now.
     """
     last_but_one, last = before
     due = last if OPTIONS.q_slots == 1 else last_but_one  # was in the slot that is filled now
     number = NO_TILE
     again = 0
-    if due != NO_TILE:
-        if _any_overflowed(finished, overflowed, round_index - OPTIONS.q_slots, OPTIONS):
-            number = due
-            again = 1 + round_index % OPTIONS.q_slots
-    if number == NO_TILE:
-        if tile_index(begun) < N_TILES:
-            number = begun
-            begun += 1
-        elif OPTIONS.q_slots > 1:
-            if last != NO_TILE:
-                if _any_overflowed(finished, overflowed, round_index - 1, OPTIONS):
-                    number = last
-                    again = 1 + (round_index - 1) % OPTIONS.q_slots
-                last = NO_TILE
+    if _any_overflowed(finished, overflowed, round_index - OPTIONS.q_slots, due, OPTIONS):
+        number = due
+        again = 1 + round_index % OPTIONS.q_slots
+    elif tile_index(begun) < N_TILES:
+        number = begun
+        begun += 1
+    elif OPTIONS.q_slots > 1:
+        if _any_overflowed(finished, overflowed, round_index - 1, last, OPTIONS):
+            number = last
+            again = 1 + (round_index - 1) % OPTIONS.q_slots
+        last = NO_TILE
     return number, again, begun, last
 
 
@@ -483,8 +485,9 @@ def _softmax(
         raised = gl.maximum(shift, own)
         if overflowed is not None:
             raised = gl.where(overflowed != 0, raised, shift)
-        factors = (exp2(shift - finite_max(raised, BLIND_ROWS)),)
-        row_sum = row_sum * factors_like(factors[0], row_sum)
+        factor = exp2(shift - finite_max(raised, BLIND_ROWS))
+        row_sum = row_sum * factors_like(factor, row_sum)
+        factors = (factor,)
         shift = raised
     exponentials = exp2(s * scale_log2 - gl.expand_dims(finite_max(shift, BLIND_ROWS), 1))
     row_sum += sums_of_columns(exponentials)
@@ -508,10 +511,10 @@ def _overflowed_rows(shift, row_sum, OPTIONS: gl.constexpr):
     integers, ``shift`` is the one before them.
     """
     if OPTIONS.fp16:
-        fits = (shift >= -15.0) | (shift == -float("inf"))
+        overflowed = gl.where((shift >= -15.0) | (shift == -float("inf")), 0, 1)
     else:
-        fits = row_sum <= 2.0**48
-    return gl.where(fits, 0, 1)
+        overflowed = gl.where(row_sum <= 2.0**48, 0, 1)  # 1 if the sum is NaN
+    return overflowed
 
 
 @gluon.jit
@@ -699,26 +702,24 @@ def _consumer(
                     own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, True, RAISED, SCORES,
                 )  # fmt: skip
         first_shift, _ = state
+        bounds = (whole, whole_stop, n_key_tiles)
         if again > 0:
             rows = overflowed.index((again - 1) * CONSUMERS + CONSUMER).load(SCORE_ROWS)
-            for j in range(whole, whole_stop):
-                acc, p, state = _step(
-                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scales, acc, p, state, rows, CONSUMER, OPTIONS, False, RAISED, SCORES,
-                )  # fmt: skip
+            for part in gl.static_range(1 + OPTIONS.has_left):
+                for j in range(bounds[part], bounds[part + 1]):
+                    acc, p, state = _step(
+                        q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                        own_band, scales, acc, p, state, rows, CONSUMER, OPTIONS, part == 1,
+                        RAISED, SCORES,
+                    )  # fmt: skip
         else:
-            for j in range(whole, whole_stop):
-                acc, p, state = _step(
-                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, False,
-                    _usual(OPTIONS), SCORES,
-                )  # fmt: skip
-        if OPTIONS.has_left:
-            for j in range(whole_stop, n_key_tiles):
-                acc, p, state = _step(
-                    q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
-                    own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, True, RAISED, SCORES,
-                )  # fmt: skip
+            for part in gl.static_range(1 + OPTIONS.has_left):
+                for j in range(bounds[part], bounds[part + 1]):
+                    acc, p, state = _step(
+                        q_parts, barriers, buffers, tiles_done + j, first_row, first_key - j * KEYS,
+                        own_band, scales, acc, p, state, None, CONSUMER, OPTIONS, part == 1,
+                        _usual(OPTIONS), SCORES,
+                    )  # fmt: skip
         tiles_done += n_key_tiles
 
         shift, row_sum = state
