@@ -89,20 +89,20 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
         (1024, replace(_TWO, rounds=2, halves=True, head_cost=0.001)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
-        (math.inf, replace(_THREE, rounds=8, spills=464)),
+        (math.inf, replace(_THREE, rounds=8, spills=184)),
     ),
     (64, False): ((1024, _TWO), (math.inf, _THREE)),
     (96, True): (
         (2048, replace(_TWO, rounds=2)),
-        (math.inf, replace(_IN_ORDER, rounds=4, spills=56)),
+        (math.inf, replace(_IN_ORDER, rounds=4, spills=16)),
     ),
     (96, False): ((1024, _TWO), (math.inf, _IN_ORDER)),
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((2048, _TWO), (math.inf, replace(_TWO, over_queries=True))),
-    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=40)),),
-    (192, False): ((math.inf, _NARROW_VALUES),),
-    (256, True): ((math.inf, replace(_WIDE, rounds=4)),),
-    (256, False): ((math.inf, replace(_WIDE, spills=48)),),
+    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=44)),),
+    (192, False): ((math.inf, replace(_NARROW_VALUES, spills=16)),),
+    (256, True): ((math.inf, replace(_WIDE, rounds=4, spills=16)),),
+    (256, False): ((math.inf, replace(_WIDE, spills=12)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
@@ -118,10 +118,10 @@ BACKWARD = {
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
-    64: replace(_TWO, rounds=2, products_first=True, spills=40),
-    128: replace(_TWO, rounds=2, spills=164),
-    192: replace(_NARROW_VALUES, rounds=2, spills=288),
-    256: replace(_WIDE, rounds=2, spills=240),
+    64: replace(_TWO, rounds=2, products_first=True, spills=48),
+    128: replace(_TWO, rounds=2, spills=72),
+    192: replace(_NARROW_VALUES, rounds=2, spills=376),
+    256: replace(_WIDE, rounds=2, spills=216),
 }
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),

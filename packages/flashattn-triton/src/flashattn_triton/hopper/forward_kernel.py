@@ -5,18 +5,19 @@
 A program computes CONSUMERS · 64 rows of queries of one head. One warp group, the producer, only
 issues loads of tiles by the TMA (tensor memory accelerator). Each of the others, the consumers,
 owns 64 rows: it issues the product Q·Kᵀ of tile j and the product P·V of tile j - 1, and computes
-the softmax of tile j while the tensor cores still work on the second product.
+the softmax of tile j while the tensor cores still work on the second product, or, with
+``products_first``, on those of other consumers only.
 
     s = Q Kᵀ                        raw scores of one tile of keys, in registers
     P = exp2(s · scale · log2(e) - shift)
     O = Σ P V / Σ P,  L = (shift + log2 Σ P) · ln(2)
 
-Any shift gives the same output, as long as no number overflows and P is not all zeros. Here it is
-the largest score of a row in the first tile of keys, not a running maximum (arXiv:1805.02867): the
-loop over the others searches no maximum and corrects no sum, which is a third of its instructions.
-P of a later, larger score is above 1, and as exact as below. Where a score is larger by so much
-that P, its sum or O overflow, they are not finite. Consumers then say so, the tile of queries comes
-once more, and those rows are computed with running maxima.
+Any shift gives the same output, as long as no number overflows and P is not all zeros. In bf16 it
+is the largest score of a row in the first tile of keys, plus 48, not a running maximum
+(arXiv:1805.02867): the loop over the other tiles searches no maximum and corrects no sum, which are
+a third of its instructions. Where scores rise so far above the first ones that the sum of P is more
+than 2^48, consumers note the row; the tile of queries comes once more, and the rows that are noted
+are computed with running maxima. fp16, which has too few exponents, has these always.
 
 Keys are walked from the last visible tile to the first, so that the tiles on the diagonal and the
 ragged tail come first and the loop over all others is without a mask. Rows past the end of a head
@@ -414,7 +415,7 @@ def _store_output(
 
 # ---- softmax -------------------------------------------------------------------------------------
 
-# What becomes of a row's shift in a step.
+# What becomes of rows' shifts in a step.
 KEPT = gl.constexpr("kept")
 RAISED = gl.constexpr("raised")
 # As RAISED, but scores are compared as integers, three in one instruction. That finds the largest
@@ -746,7 +747,7 @@ def _consumer(
         if not OPTIONS.over_queries:
             tma.store_wait(0)  # until the previous tile's output has left shared memory
         if again > 0:
-            wait_until_written()  # not finite, in the place of this output
+            wait_until_written()  # the output of the first time, to the same place
         acc = scale_rows(acc, normaliser)
         if OPTIONS.fp32_out:
             at = first_element(o_strides, q_at, head, n_queries, first_row, OPTIONS.packed)
