@@ -397,6 +397,7 @@ def test_negative_scores_of_fp16(options: dict[str, Any], scale: float) -> None:
     problem = problem_of((650, 650), 64, dtype=torch.float16, scale=scale, **options)
     q, k, v, do = problem.inputs(0)
     q, k = abs(q), -abs(k)
+    q[:, :, ::2] *= -1.0  # not the scores of these rows, which come again beside others
     p, lse = problem.probabilities(q, k)
 
     def outputs(**changes: Any) -> Any:

@@ -466,7 +466,7 @@ def _softmax(
     first_key,
     band,
     state,
-    overflowed,  # (ROWS,), or None: only these rows' shifts are raised
+    overflowed,  # (ROWS,), or None: rows whose shifts are raised; others' change as usual
     OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
     SHIFTS: gl.constexpr,
@@ -485,7 +485,11 @@ def _softmax(
         own = _shift(s, scale_log2, OPTIONS, SHIFTS == RAISED_BY_INTEGERS)
         raised = gl.maximum(shift, own)
         if overflowed is not None:
-            raised = gl.where(overflowed != 0, raised, shift)
+            others = shift
+            if OPTIONS.fp16:
+                BY_INTEGERS: gl.constexpr = _usual(OPTIONS) == RAISED_BY_INTEGERS
+                others = gl.maximum(shift, _shift(s, scale_log2, OPTIONS, BY_INTEGERS))
+            raised = gl.where(overflowed != 0, raised, others)
         factor = exp2(shift - finite_max(raised, BLIND_ROWS))
         row_sum = row_sum * factors_like(factor, row_sum)
         factors = (factor,)
