@@ -148,9 +148,9 @@ class Shared:
         return Tensor(self.array.copy(), layout)
 
     def store(self, x: Tensor) -> None:
-        """Asynchronous readers, of which integers have none, see NaN until the fence."""
+        """Asynchronous readers, which half types alone have, see NaN until the fence."""
         assert x.shape == self.shape
-        if self.dtype == "int32":
+        if self.dtype in ("int32", "float32"):
             self.array[...] = x.value
             return
         self.machine.here.unfenced.append((self.array, x.value.copy()))
@@ -498,9 +498,10 @@ class Machine:
             self.grid.signalled()
 
     def load(self, pointers: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Any:
-        """Of one integer, or of a tensor's elements where the mask is."""
+        """Of one integer, or of a tensor's elements, of all or where the mask is."""
         if mask is None:
-            return Integer(pointers.memory[pointers.offsets])
+            found = pointers.memory[pointers.offsets]
+            return Tensor(found) if isinstance(found, np.ndarray) else Integer(found)
         found = np.full(mask.shape, other)
         found[mask.value] = pointers.memory[pointers.offsets[mask.value]]
         return Tensor(found)

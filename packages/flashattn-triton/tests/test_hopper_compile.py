@@ -160,7 +160,8 @@ def rows(request: Any, tmp_path_factory: Any) -> list[dict[str, Any]]:
             found = compiling.rows()
         finally:
             compiling.stop()
-    assert len(found) == len(REQUESTS)
+    two_passes = [r for r in REQUESTS if r["direction"] == "backward" and width_of(r) == 256]
+    assert len(found) == len(REQUESTS) + len(two_passes)
     assert len({row["triton"] for row in found}) == 1
     print(f"\n{report(found)}")
     return found
@@ -188,7 +189,8 @@ def unmasked_loops(row: dict[str, Any]) -> list[int]:
     """Accesses to spilled registers in each consumer's loop over whole tiles.
 
     Forward, a window's left edge has a loop after it. Backward, the loop without a mask is the
-    last, unless a window's left edge follows.
+    last, unless a window's left edge follows; of the widest heads dK and dV have one loop, and dQ
+    has a left edge before the others.
     """
     after = int("window" in row["options"])
     consumers = config_of(row).consumers if row["direction"] == "forward" else 2
@@ -196,7 +198,9 @@ def unmasked_loops(row: dict[str, Any]) -> list[int]:
     assert not rest, row
     if row["direction"] == "forward":
         assert loops_of_one == 1 + after, row
-    return list(row["loops"][loops_of_one - 1 - after :: loops_of_one])
+    of_passes = {"key_pass_kernel": 0, "query_pass_kernel": after}
+    which = of_passes.get(row["kernel"], loops_of_one - 1 - after)
+    return list(row["loops"][which::loops_of_one])
 
 
 def report(rows: list[dict[str, Any]]) -> str:

@@ -26,12 +26,13 @@ if triton_versions.refusal() is not None:
 
 from flashattn_triton.hopper import (
     backward,
-    backward_256,
     backward_kernel,
     backward_wide,
     configs,
     forward,
     forward_kernel,
+    key_pass,
+    query_pass,
     schedule,
     scores,
 )
@@ -58,7 +59,6 @@ BACKWARD_MODULES = {
     64: backward_kernel,
     128: backward_kernel,
     192: backward_wide,
-    256: backward_256,
 }
 WIDE = [(192, 128), (256, 256)]
 
@@ -218,12 +218,19 @@ def check_backward(
     meta_lse = torch.empty(do.shape[:3], device="meta")
     tensors = (*problem.meta(), meta_do, meta_lse, meta_do, None)
     into = [x.float() for x in problem.meta()] if adds else []
-    launch = backward.HopperBackwardCall(tensors, problem.options, into=into).main
+    call = backward.HopperBackwardCall(tensors, problem.options, into=into)
     turns = counters(dq_sum, queries, problem.options)
-    memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
-    run(launch, BACKWARD_MODULES[width], memory, seed if schedule is None else schedule, changes)
-    dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
-    close(dq * scale, ds @ keys)
+    schedule = seed if schedule is None else schedule
+    if width == 256:
+        dq_sum = np.full(q.shape, np.nan)
+        run(call.main, key_pass, [q, k, v, do, statistics, dk, dv, None], schedule, changes)
+        run(call.last, query_pass, [q, k, v, do, statistics, dq_sum, None], schedule, changes)
+        close(dq_sum, ds @ keys)
+    else:
+        memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
+        run(call.main, BACKWARD_MODULES[width], memory, schedule, changes)
+        dq = in_order(dq_sum)[:, :, :n_queries, : problem.head_dim]
+        close(dq * scale, ds @ keys)
     close(dk - adds, problem.summed(ds.swapaxes(2, 3) @ q))
     close(dv - adds, problem.summed(p.swapaxes(2, 3) @ do))
     return dq_sum
@@ -707,17 +714,28 @@ def test_packed_backward_on_random_schedules(
     statistics[rows, 0, 0] = far
     dk, dv = (np.ones_like(packed.like(i)) if adds else packed.like(i) for i in (1, 2))
     inputs = [packed.tokens(which) for which in range(4)]
-    memory = [*inputs, statistics, dq_sum, dk, dv, packed.table(call.tiles)[1]]
-    memory.append(counters(dq_sum, queries, packed.options))
-    run(call.main, BACKWARD_MODULES[width], memory, seed, {})
+    assert call.tiles is not None
+    of_queries, of_keys = packed.table(call.tiles)
+    if width == 256:
+        run(call.main, key_pass, [*inputs, statistics, dk, dv, of_keys], seed, {})
+        dq_of_tokens = packed.like(0)
+        run(call.last, query_pass, [*inputs, statistics, dq_of_tokens, of_queries], seed, {})
+        dqs = [packed.of(i, 0, dq_of_tokens) for i in range(len(owned))]
+        assert (dq_of_tokens[ends[0] :] == 0).all()
+    else:
+        memory = [*inputs, statistics, dq_sum, dk, dv, of_keys]
+        memory.append(counters(dq_sum, queries, packed.options))
+        run(call.main, BACKWARD_MODULES[width], memory, seed, {})
+        dqs = [
+            scale * in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, : head_dims[0]]
+            for rows, n in zip(owned, (p.lengths[0] for p in packed.problems), strict=True)
+        ]
+        assert (dq_sum[first : first + spare] == 0).all()
     dk, dv = dk - adds, dv - adds
-    for i, rows in enumerate(owned):
-        n = packed.problems[i].lengths[0]
-        dq = in_order(dq_sum[rows]).reshape(1, heads, -1, width)[:, :, :n, : head_dims[0]]
-        close(dq * scale, expected[i][0])
+    for i, dq in enumerate(dqs):
+        close(dq, expected[i][0])
         close(packed.of(i, 1, dk), expected[i][1])
         close(packed.of(i, 1, dv), expected[i][2])
-    assert (dq_sum[first : first + spare] == 0).all()
     assert (dk[ends[1] :] == 0).all()
     assert (dv[ends[1] :] == 0).all()
 
@@ -752,6 +770,25 @@ def test_the_simulation_finds_what_is_wrong(
     def all_schedules() -> None:
         for seed in range(40):
             check(problem_of((650, 128), 64), seed, **changes)
+
+    with pytest.raises(AssertionError):
+        all_schedules()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"P_WRITTEN": 4},  # and P_READ have the same barrier
+        {"fence_async_shared": NOTHING},
+        {"_wait": NOTHING},
+        {"start_dp": lambda v, do, statistics, columns, layout: Tensor(v.array @ do.array.T)},
+    ],
+    ids=["one barrier", "no fence", "no wait for keys", "without delta"],
+)
+def test_the_simulation_finds_what_is_wrong_in_two_passes(changes: dict[str, Any]) -> None:
+    def all_schedules() -> None:
+        for seed in range(10):
+            check_backward(problem_of((400, 200), 256), seed, **changes)
 
     with pytest.raises(AssertionError):
         all_schedules()

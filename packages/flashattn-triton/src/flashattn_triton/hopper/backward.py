@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flashattn_triton.hopper import forward
-from flashattn_triton.hopper.backward_256 import backward_256_kernel
 from flashattn_triton.hopper.backward_common import OWN, STATISTICS, BackwardOptions
 from flashattn_triton.hopper.backward_kernel import hopper_backward_kernel
 from flashattn_triton.hopper.backward_wide import wide_backward_kernel
 from flashattn_triton.hopper.configs import backward_config, columns_in_use, forward_widths
+from flashattn_triton.hopper.key_pass import TILE, key_pass_kernel
 from flashattn_triton.hopper.launch import (
     PackedTiles,
     edges,
@@ -23,6 +23,7 @@ from flashattn_triton.hopper.launch import (
     without_offset,
 )
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
+from flashattn_triton.hopper.query_pass import query_pass_kernel
 from flashattn_triton.hopper.schedule import FIELDS
 from flashattn_triton.launch import (
     BackwardTensors,
@@ -46,7 +47,7 @@ KERNELS: dict[int, tuple[Any, int]] = {
     64: (hopper_backward_kernel, 64),
     128: (hopper_backward_kernel, 128),
     192: (wide_backward_kernel, 64),
-    256: (backward_256_kernel, 256),
+    256: (key_pass_kernel, 256),
 }
 
 
@@ -124,6 +125,10 @@ class HopperBackwardCall:
         kernel, loaded = KERNELS[width]
         config = backward_config((head_dim, value_dim), problem)
         queries, keys = config.queries, config.keys
+        # Of the widest heads, dQ has a pass of its own, and each sum one order.
+        two_passes = kernel is key_pass_kernel
+        step = TILE.value if two_passes else queries
+        ordered = problem.deterministic and not two_passes
         self.tiles: PackedTiles | None = None
         if not packed:
             rows = -(-n_queries // queries) * queries * batch * heads
@@ -136,6 +141,7 @@ class HopperBackwardCall:
             programs = (rows // ROWS, self.tiles.most[1] * kv_heads)
         columns, softcap = STATISTICS.value, problem.softcap
         sum_width = width if width <= 128 else 64  # of a block of the sum; blocks lie side by side
+        sum_parts = 0 if two_passes else width // sum_width
         numbers = {"N_QUERIES": n_queries, "N_PADDED": rows // (batch * heads), "N_HEADS": heads}
         table = torch.int32 if packed else None
         shape = {
@@ -143,7 +149,7 @@ class HopperBackwardCall:
             "PACKED": packed,
             "FIELDS": FIELDS.value,
             "QUERIES": queries,
-            "SUM_PARTS": width // sum_width,
+            "SUM_PARTS": sum_parts,
         }
         has_dl = grad_logsumexp is not None
 
@@ -164,7 +170,7 @@ class HopperBackwardCall:
                 "L_ptr": fp32,
                 "dL_ptr": fp32 if has_dl else None,
                 "statistics_ptr": torch.bfloat16,
-                "dq_ptr": fp32,
+                "dq_ptr": fp32 if sum_parts else None,
                 "tiles_ptr": table,
             },
             {
@@ -181,18 +187,6 @@ class HopperBackwardCall:
                 "HAS_DL": has_dl,
             },
         )
-        self.postprocess = hopper_launch(
-            postprocess_kernel,
-            programs[0],
-            {"dq_ptr": fp32, "dq_out": fp32 if into else dtype, "tiles_ptr": table},
-            {
-                **stride_numbers(q=stride_div8(dq_stride)),
-                **numbers,
-                "D_DIV8": head_dim // 8,
-                "scale": problem.scale,
-            },
-            {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
-        )
         dk_out: Parameter = fp32
         dv_out: Parameter = fp32
         of_sums: dict[str, int | None] = {}
@@ -205,27 +199,49 @@ class HopperBackwardCall:
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         most_in_ring = at_once = 0
         left, right = problem.band
-        if problem.deterministic and left is right is None:
+        if ordered and left is right is None:
             # So many programs surely run at the same time, also beside another kernel's.
             most_in_ring = forward.multiprocessors(device) // 2
-        elif not problem.deterministic and left is None and right is not None:
+        elif not ordered and left is None and right is not None:
             at_once = forward.multiprocessors(device)
+        maps: dict[str, Parameter] = {
+            "q_desc": map_of(shapes[0], q_stride, [1, 1, step, loaded]),
+            "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),
+            "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values]),
+            "do_desc": map_of(out.shape, do_stride, [1, 1, step, values]),
+        }
+        scales = {
+            "scale": problem.scale,
+            "scale_log2": (problem.scale if softcap is None else softcap) * forward.LOG2_E,
+            "tanh_scale": None if softcap is None else problem.scale / softcap,
+        }
+        options = BackwardOptions(
+            columns=columns_in_use(head_dim, width),
+            padding=queries,
+            ragged=packed or n_keys % keys != 0,
+            is_causal=right is not None,
+            has_left=left is not None,
+            packed=packed,
+            bottom_right=packed and problem.bottom_right,
+            ordered=ordered,
+            adds=bool(into),
+            ring=most_in_ring,
+            at_once=at_once,
+        )
+        statistics = tile_map([rows, columns], [columns, 1], [step, columns], torch.bfloat16)
+        added: dict[str, Parameter] = {} if two_passes else {"dq_ptr": fp32}
+        counters = {} if two_passes else {"order_counters_ptr": torch.int32 if ordered else None}
         self.main = hopper_launch(
             kernel,
             programs[1],
             {
-                "q_desc": map_of(shapes[0], q_stride, [1, 1, queries, loaded]),
-                "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),
-                "v_desc": map_of(shapes[2], v_stride, [1, 1, keys, values]),
-                "do_desc": map_of(out.shape, do_stride, [1, 1, queries, values]),
-                "statistics_desc": tile_map(
-                    [rows, columns], [columns, 1], [queries, columns], torch.bfloat16
-                ),
-                "dq_ptr": fp32,
+                **maps,
+                "statistics_desc": statistics,
+                **added,
                 "dk_out": dk_out,
                 "dv_out": dv_out,
                 "key_tiles_ptr": table,
-                "order_counters_ptr": torch.int32 if problem.deterministic else None,
+                **counters,
             },
             {
                 "N_QUERIES": n_queries,
@@ -234,33 +250,56 @@ class HopperBackwardCall:
                 "HEADS_PER_KV": heads // kv_heads,
                 "offset": offset,
                 "band": band,
-                "scale": problem.scale,
-                "scale_log2": (problem.scale if softcap is None else softcap) * forward.LOG2_E,
-                "tanh_scale": None if softcap is None else problem.scale / softcap,
+                **scales,
                 **of_sums,
             },
-            {
-                "OPTIONS": BackwardOptions(
-                    columns=columns_in_use(head_dim, width),
-                    ragged=packed or n_keys % keys != 0,
-                    is_causal=problem.band[1] is not None,
-                    has_left=problem.band[0] is not None,
-                    packed=packed,
-                    bottom_right=packed and problem.bottom_right,
-                    ordered=problem.deterministic,
-                    adds=bool(into),
-                    ring=most_in_ring,
-                    at_once=at_once,
-                )
-            },
+            {"OPTIONS": options},
         )
+        if two_passes:
+            tiles_of_head = -(-n_queries // queries)
+            self.last = hopper_launch(
+                query_pass_kernel,
+                rows // queries,
+                {
+                    **maps,
+                    "statistics_ptr": torch.bfloat16,
+                    "dq_out": map_of(shapes[0], dq_stride, [1, 1, step, loaded]),
+                    "tiles_ptr": table,
+                },
+                {
+                    "N_TILES": rows // queries,
+                    "N_QUERIES": n_queries,
+                    "N_HEADS": heads,
+                    "HEADS_PER_KV": heads // kv_heads,
+                    # So many run at the same time.
+                    "GROUP": max(1, forward.multiprocessors(device) // tiles_of_head),
+                    "N_KEYS": n_keys,
+                    "offset": offset,
+                    "width": band,
+                    **scales,
+                },
+                {"OPTIONS": options},
+            )
+        else:
+            self.last = hopper_launch(
+                postprocess_kernel,
+                programs[0],
+                {"dq_ptr": fp32, "dq_out": fp32 if into else dtype, "tiles_ptr": table},
+                {
+                    **stride_numbers(q=stride_div8(dq_stride)),
+                    **numbers,
+                    "D_DIV8": head_dim // 8,
+                    "scale": problem.scale,
+                },
+                {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
+            )
         self.device, self.allocate = device.index, allocator(device)
         self.gradients = [in_layout(x, problem.layout) for x in (dq, dk, dv)]
         # Memory that the kernels share. Its first bytes, so many, come before the sum of dQ.
-        self.shared: Layout = ((rows * (columns // 2 + width),), (1,), fp32)
+        self.shared: Layout = ((rows * (columns // 2 + sum_parts * sum_width),), (1,), fp32)
         self.statistics = rows * columns * 2
         # How many there are; 0 where the order of sums is free.
-        self.order_counters = rows // queries if problem.deterministic else 0
+        self.order_counters = rows // queries if ordered else 0
 
     def __call__(
         self,
@@ -314,7 +353,7 @@ class HopperBackwardCall:
             addresses["key_tiles_ptr"] = table.data_ptr() + self.tiles.key_table
         self.preprocess(addresses)
         self.main(addresses)
-        self.postprocess(addresses)
+        self.last(addresses)
         return dq, dk, dv
 
 

@@ -73,6 +73,7 @@ class BackwardOptions:
     """Compile-time options of the backward kernels.
 
     columns: of tiles that are not cut into parts, those in use.
+    padding: the rows of a head's statistics are padded to a multiple of this number.
     ragged: the last tile has keys past the end.
     is_causal: no query sees a key after its diagonal.
     has_left: no query sees a key more than ``band`` before its diagonal.
@@ -85,6 +86,7 @@ class BackwardOptions:
     """
 
     columns: int
+    padding: int
     ragged: bool
     is_causal: bool
     has_left: bool
@@ -158,17 +160,18 @@ def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
         sizes, tiles_ptr, KEYS, OPTIONS
     )
-    n_tiles = gl.cdiv(n_queries, QUERIES)
+    PADDING: gl.constexpr = OPTIONS.padding // QUERIES  # in tiles
+    n_tiles = gl.cdiv(n_queries, OPTIONS.padding) * PADDING
     if OPTIONS.packed:
-        n_tiles = max(n_tiles, 1)  # an empty sequence has one, without rows
+        n_tiles = max(n_tiles, PADDING)  # an empty sequence has these, without rows
     ring = ring_of(n_keys, n_tiles, OPTIONS.ring, KEYS, QUERIES)
     walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring)
-    # Each packed sequence begins at a multiple of QUERIES rows of the statistics and of the sum of
-    # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at tile
-    # (n // QUERIES + s) · heads.
+    # Each packed sequence begins at a multiple of so many rows of the statistics and of the sum of
+    # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at
+    # row (n // padding + s) · padding · heads.
     n_heads = N_KV_HEADS * HEADS_PER_KV
     if OPTIONS.packed:
-        first_tile = ((q_at[0] - n_queries) // QUERIES + sequence) * n_heads
+        first_tile = ((q_at[0] - n_queries) // OPTIONS.padding + sequence) * n_heads * PADDING
     else:
         first_tile = sequence * n_heads * n_tiles
     return (first_key, kv_head, n_keys, offset, q_at, k_at), walked, (n_tiles, first_tile, ring)

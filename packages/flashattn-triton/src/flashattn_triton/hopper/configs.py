@@ -63,9 +63,10 @@ class ForwardConfig(ForwardShape):
 class BackwardConfig:
     """The backward kernel's shape: two consumers, two stages, 240 registers.
 
-    queries: per step, so many that a consumer's half of a tile of dQ is 64 x 64.
+    queries: per step, so many that a consumer's half of a tile of dQ is 64 x 64; or, where dQ has a
+        pass of its own, of a program there.
     spills: bytes that one thread may spill, as ptxas counts them (stores and loads).
-    keys: of a program. Consumers own 64 of 128; of 64 they share all, and split the columns.
+    keys: of a program. Consumers own 64 of 128; of 64, one computes dV and the other dK.
     """
 
     queries: int
@@ -113,8 +114,8 @@ BACKWARD = {
     # Queries are computed in halves, dK and dV take two thirds of the registers.
     (192, True): BackwardConfig(queries=64, spills=716),
     (192, False): BackwardConfig(queries=64, spills=264),
-    (256, True): BackwardConfig(queries=64, spills=0, keys=64),
-    (256, False): BackwardConfig(queries=64, spills=0, keys=64),
+    (256, True): BackwardConfig(queries=128, spills=0, keys=64),
+    (256, False): BackwardConfig(queries=128, spills=0, keys=64),
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
@@ -127,7 +128,7 @@ BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=936),
     128: BackwardConfig(queries=64, spills=256),
     192: BackwardConfig(queries=64, spills=1432),
-    256: BackwardConfig(queries=64, spills=0, keys=64),
+    256: BackwardConfig(queries=128, spills=0, keys=64),
 }
 
 

@@ -80,7 +80,7 @@ def preprocess_kernel(
     L_ptr,  # (B, H, N_q) fp32, contiguous
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
-    dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · SUM_WIDTH) fp32
+    dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · SUM_WIDTH) fp32; None without parts
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of queries, if PACKED, else None
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
@@ -141,8 +141,8 @@ def preprocess_kernel(
     parts = statistics_ptr + row * 16
     _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
-    sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
     for part in tl.static_range(SUM_PARTS):
+        sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
         sum_columns = part * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
         tl.store(sum_rows + sum_columns, tl.zeros([ROWS, SUM_WIDTH], tl.float32))
 

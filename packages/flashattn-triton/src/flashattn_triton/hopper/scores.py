@@ -22,11 +22,8 @@ def tanh(x):
 
 
 @gluon.jit
-def mask_scores(s, first_row, first_key, band, OPTIONS: gl.constexpr):
-    """Replaces (queries, keys) scores by ones whose exponential is 0 where the mask hides the key.
-
-    For the forward kernel, which takes maxima of scores.
-    """
+def seen_keys(s, first_row, first_key, band, OPTIONS: gl.constexpr):
+    """Which of the (queries, keys) scores the mask does not hide."""
     N_KEYS, offset, width = band
     LAYOUT: gl.constexpr = s.type.layout
     keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -39,6 +36,16 @@ def mask_scores(s, first_row, first_key, band, OPTIONS: gl.constexpr):
     seen = keys <= gl.expand_dims(last, 1)
     if OPTIONS.has_left:
         seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
+    return seen
+
+
+@gluon.jit
+def mask_scores(s, first_row, first_key, band, OPTIONS: gl.constexpr):
+    """Replaces (queries, keys) scores by ones whose exponential is 0 where the mask hides the key.
+
+    For the forward kernel, which takes maxima of scores.
+    """
+    seen = seen_keys(s, first_row, first_key, band, OPTIONS)
     return gl.where(seen, s, float("inf") if OPTIONS.negative else -float("inf"))
 
 
