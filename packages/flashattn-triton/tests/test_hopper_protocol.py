@@ -272,6 +272,10 @@ PROBLEMS: dict[str, dict[str, Any]] = {
     "causal": {"lengths": (400, 400), "causal": True},
     "causal, programs without queries": {"lengths": (100, 400), "causal": True},
     "bottom-right, queries without keys": {"lengths": (400, 200), "causal": "bottom-right"},
+    "bottom-right, a row whose keys end with a tile": {
+        "lengths": (257, 256),
+        "causal": "bottom-right",
+    },
     "bottom-right, grouped": {"heads": (4, 2), "lengths": (333, 411), "causal": "bottom-right"},
     "window": {"heads": (2, 1), "lengths": (500, 500), "causal": True, "window": (100, None)},
     "window, both edges": {"lengths": (400, 500), "window": (40, 90)},

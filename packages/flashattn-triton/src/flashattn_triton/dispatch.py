@@ -273,10 +273,16 @@ def explain(
     if plan.hopper_backward:
         tile = backward_config(head_dims, problem)
         order = " in a fixed order" if problem.deterministic else ""
-        lines.append(
-            f"backward, fused (dQ by fp32 addition{order}): {tile.queries} queries x {tile.keys} "
-            f"keys, 2 consumers of 4 warps, 2 stages"
-        )
+        tiles = {f"fused (dQ by fp32 addition{order})": (tile.queries, tile.keys)}
+        if tile.two_passes:
+            tiles = {
+                "keys (dK, dV)": (tile.keys, tile.keys),
+                "queries (dQ)": (tile.queries, tile.keys),
+            }
+        lines += [
+            f"backward, {name}: {queries} queries x {keys} keys, 2 consumers of 4 warps, 2 stages"
+            for name, (queries, keys) in tiles.items()
+        ]
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}
         if plan.tiling.fused is not None and not problem.deterministic:

@@ -125,8 +125,7 @@ class HopperBackwardCall:
         kernel, loaded = KERNELS[width]
         config = backward_config((head_dim, value_dim), problem)
         queries, keys = config.queries, config.keys
-        # Of the widest heads, dQ has a pass of its own, and each sum one order.
-        two_passes = kernel is key_pass_kernel
+        two_passes = config.two_passes
         step = TILE.value if two_passes else queries
         ordered = problem.deterministic and not two_passes
         self.tiles: PackedTiles | None = None

@@ -1,6 +1,6 @@
 # Kernels are typed by Triton's compiler, not by annotations.
 # mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
-"""Functions that the three backward kernels on sm_90 share; each kernel's step is its own.
+"""Functions that the backward kernels on sm_90 share; each kernel's step is its own.
 
 A program owns a tile of keys of one key head, and walks over the tiles of queries of the query
 heads that share it. Functions pass on what belongs together as tuples:

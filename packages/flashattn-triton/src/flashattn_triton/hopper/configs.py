@@ -73,6 +73,11 @@ class BackwardConfig:
     spills: int
     keys: int = 128
 
+    @property
+    def two_passes(self) -> bool:
+        """Whether dQ has a pass of its own, and every sum one order."""
+        return self.keys == 64
+
 
 _TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
 _THREE = replace(_TWO, consumers=3, registers=160, products_first=True, head_cost=0.001)

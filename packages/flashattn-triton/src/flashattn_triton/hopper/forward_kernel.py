@@ -696,7 +696,10 @@ def _consumer(
         if OPTIONS.shifted or OPTIONS.has_left:
             first_whole, last_whole = whole_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         if OPTIONS.shifted:
-            whole = min(max(stop - last_whole, 1), n_key_tiles)
+            # Until the tile where the keys of the first row end, which may see none in later ones,
+            # even if all others see all of it: a shift is only kept when there is one.
+            last_kept = min(last_whole, max(first_row + own_band[1], 0) // KEYS)
+            whole = min(max(stop - last_kept, 1), n_key_tiles)
         if OPTIONS.has_left:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         state = (shift, row_sum)
