@@ -93,7 +93,7 @@ ROWS_AT_ONCE = 132 * 128
 # many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_TWO, rounds=2, halves=True, head_cost=0.001)),
+        (1024, replace(_TWO, rounds=2, halves=True, head_cost=0.001, spills=12)),
         # The step over a diagonal that is not aligned to tiles spills, once in a tile.
         (math.inf, replace(_THREE, rounds=8, spills=184)),
     ),
@@ -124,7 +124,7 @@ BACKWARD = {
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
-    64: replace(_TWO, rounds=2, products_first=True, spills=48),
+    64: replace(_TWO, rounds=2, products_first=True, spills=72),
     128: replace(_TWO, rounds=2, spills=72),
     192: replace(_NARROW_VALUES, rounds=2, spills=376),
     256: replace(_WIDE, rounds=2, spills=216),

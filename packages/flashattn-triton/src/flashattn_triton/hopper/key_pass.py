@@ -42,14 +42,14 @@ from flashattn_triton.hopper.backward_common import (
     allocate_buffers,
     has_work,
     producer,
+    soft_cap,
     start_dp,
     start_scores,
-    subtract,
     work_of_program,
 )
 from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import store_tile
-from flashattn_triton.hopper.scores import probabilities, tanh
+from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     named_barrier_arrive,
     named_barrier_arrive_at,
@@ -68,11 +68,10 @@ P_WRITTEN = gl.constexpr(5)
 
 @gluon.jit
 def _start_scores(buffers, slot, HAS_SOFTCAP: gl.constexpr, SCORES: gl.constexpr):
+    """Issues scores of the queries in a slot, less L / scale."""
     k_smem, _, q_smem, _, statistics_smem = buffers
-    statistics = statistics_smem.index(slot)
-    return start_scores(
-        k_smem.index(0), q_smem.index(slot), statistics, WIDTH, HAS_SOFTCAP, SCORES
-    )  # fmt: skip
+    q_tile, statistics = q_smem.index(slot), statistics_smem.index(slot)
+    return start_scores(k_smem.index(0), q_tile, statistics, WIDTH, HAS_SOFTCAP, SCORES)
 
 
 @gluon.jit
@@ -81,14 +80,11 @@ def _probabilities(s, statistics, diagonal, limits, scales, OPTIONS: gl.constexp
     _, scale_log2, tanh_scale = scales
     SCORES: gl.constexpr = s.type.layout
     if tanh_scale is not None:
-        s = tanh(s * tanh_scale)
-        slope = 1.0 - s * s
-        s = warpgroup_mma_wait(0, deps=(subtract(0, statistics, s, True, SCORES),))
-        p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, True)
+        s, slope = soft_cap(s, tanh_scale, statistics, gl.float32, SCORES)
+    p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, True)
+    times_slope = p
+    if tanh_scale is not None:
         times_slope = p * slope
-    else:
-        p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, True)
-        times_slope = p
     return p, times_slope
 
 
