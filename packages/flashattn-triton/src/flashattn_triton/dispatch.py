@@ -273,15 +273,16 @@ def explain(
     if plan.hopper_backward:
         tile = backward_config(head_dims, problem)
         order = " in a fixed order" if problem.deterministic else ""
-        tiles = {f"fused (dQ by fp32 addition{order})": (tile.queries, tile.keys)}
+        tiles = {f"fused (dQ by fp32 addition{order})": (tile.queries, "2 stages")}
         if tile.two_passes:
             tiles = {
-                "keys (dK, dV)": (tile.keys, tile.keys),
-                "queries (dQ)": (tile.queries, tile.keys),
+                "keys (dK, dV)": (tile.keys, "2 stages"),
+                "queries (dQ)": (tile.queries, "3 tiles of keys and values in turn"),
             }
         lines += [
-            f"backward, {name}: {queries} queries x {keys} keys, 2 consumers of 4 warps, 2 stages"
-            for name, (queries, keys) in tiles.items()
+            f"backward, {name}: {queries} queries x {tile.keys} keys, 2 consumers of 4 warps, "
+            f"{kept}"
+            for name, (queries, kept) in tiles.items()
         ]
     elif plan.tiling is not None:
         kernels = {} if plan.tier == "hopper" else {"forward": plan.tiling.forward}

@@ -92,7 +92,7 @@ class HopperBackwardCall:
 
     A call returns dQ, dK and dV in the inputs' shapes and dtype, or adds them to fp32 tensors with
     the strides of ``into`` (:func:`can_add`). dQ is accumulated in fp32; in any order, unless
-    ``problem`` asks for deterministic gradients.
+    ``problem`` asks for deterministic gradients, or dQ has a pass of its own.
 
     ``tensors`` may have any strides, and are copied where the TMA cannot follow them; what is the
     same for all heads, as the gradient of a sum is, once.

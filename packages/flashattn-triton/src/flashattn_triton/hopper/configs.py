@@ -124,7 +124,7 @@ BACKWARD = {
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
-    64: replace(_TWO, rounds=2, products_first=True, spills=72),
+    64: replace(_TWO, rounds=2, products_first=True, spills=48),
     128: replace(_TWO, rounds=2, spills=72),
     192: replace(_NARROW_VALUES, rounds=2, spills=376),
     256: replace(_WIDE, rounds=2, spills=216),

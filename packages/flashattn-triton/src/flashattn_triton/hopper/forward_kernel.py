@@ -694,12 +694,11 @@ def _consumer(
         whole = 1
         whole_stop = n_key_tiles
         if OPTIONS.shifted or OPTIONS.has_left:
-            first_whole, last_whole = whole_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
+            # Where the first row's keys end with a tile, it may have seen no key before, and so has
+            # no shift to keep: the row before it sees not all of that tile.
+            first_whole, last_whole = whole_tiles(first_row - 1, stop_row, own_band, KEYS, OPTIONS)
         if OPTIONS.shifted:
-            # Until the tile where the keys of the first row end, which may see none in later ones,
-            # even if all others see all of it: a shift is only kept when there is one.
-            last_kept = min(last_whole, max(first_row + own_band[1], 0) // KEYS)
-            whole = min(max(stop - last_kept, 1), n_key_tiles)
+            whole = min(max(stop - last_whole, 1), n_key_tiles)
         if OPTIONS.has_left:
             whole_stop = min(max(stop - first_whole, whole), n_key_tiles)
         state = (shift, row_sum)
