@@ -20,7 +20,7 @@ import builtins
 import random
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -474,15 +474,26 @@ class Machine:
         self.pause(lambda: barrier.opened > opened)
 
     def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
-        """As threads hold wgmma's results: rows r and r + 8, columns c and c + 1."""
+        """In any order with additions of other programs."""
         if condition:
-            in_threads = (x.shape[0] // 16, 2, 8, x.shape[1] // 2, 2)
-            at = np.broadcast_to(pointers.offsets, x.shape).reshape(in_threads)[:, 0, :, :, 0]
-            values = x.value.reshape(in_threads)
-            for i, (dr, dc) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+            for addresses, elements in _groups(pointers, x):
                 with self.grid.addition:
-                    pointers.memory[at + i] += values[:, dr, :, :, dc]  # no address comes twice
+                    pointers.memory[addresses] += elements  # no address comes twice
         self.pause()
+
+    def store_or_add(self, pointers: Pointer, x: Tensor, adds: bool, stores: bool) -> None:
+        self.reduce_add(pointers, x, adds)
+        if stores:
+            for addresses, elements in _groups(pointers, x):
+                pointers.memory[addresses] = elements
+
+    def load_fours(self, pointers: Pointer, condition: bool) -> Tensor:
+        self.pause()
+        found = np.zeros(pointers.offsets.shape)
+        if condition:
+            for addresses, elements in _groups(pointers, Tensor(found)):
+                elements[:] = pointers.memory[addresses]
+        return Tensor(found)
 
     def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:
         """Of programs that run at the same time, or that have ended."""
@@ -509,6 +520,18 @@ class Machine:
     def store(self, pointers: Pointer, x: Tensor, mask: Tensor) -> None:
         pointers.memory[pointers.offsets[mask.value]] = x.value[mask.value]
         self.pause()
+
+
+def _groups(pointers: Pointer, x: Tensor) -> Iterator[tuple[Any, Any]]:
+    """(addresses, views of elements) of groups of four, of which the first ones' pointers count.
+
+    As threads hold wgmma's results: rows r and r + 8, columns c and c + 1.
+    """
+    in_threads = (x.shape[0] // 16, 2, 8, x.shape[1] // 2, 2)
+    at = np.broadcast_to(pointers.offsets, x.shape).reshape(in_threads)[:, 0, :, :, 0]
+    elements = x.value.reshape(in_threads)
+    for i, (dr, dc) in enumerate(((0, 0), (0, 1), (1, 0), (1, 1))):
+        yield at + i, elements[:, dr, :, :, dc]
 
 
 def _unchanged(before: Any, now: Any) -> None:
@@ -613,6 +636,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "reciprocal": _operation(np.reciprocal),
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
+        "store_or_add": machine.store_or_add,
+        "load_fours": machine.load_fours,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
         "wait_until_written": lambda: machine.store_wait(0),

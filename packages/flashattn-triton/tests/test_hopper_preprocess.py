@@ -15,6 +15,8 @@ from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preproc
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
 DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
+#: Of preprocess_kernel: zeros are written everywhere.
+ZEROS = {"ZEROS": True, "KEYS": 128, "IS_CAUSAL": False, "HAS_LEFT": False, "BOTTOM_RIGHT": False}
 
 
 def strides_div8(x: Tensor) -> list[int]:
@@ -77,12 +79,12 @@ def test_statistics_and_zeros(
     dq = torch.full((BATCH, HEADS, n_padded, sum_parts * sum_width), math.nan, device=DEVICE)
     tensors = [x.to(DEVICE) for x in (out, grad_out, lse, dl)]
     strides = [*strides_div8(out), *strides_div8(grad_out), *(dl.stride() if has_dl else (0, 0, 0))]
-    numbers = (n_queries, n_padded, HEADS, head_dim // 8, -1 / scale)
+    numbers = (n_queries, n_padded, HEADS, n_queries, 0, 0, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
     flags |= {"SUM_PARTS": sum_parts, "SUM_WIDTH": sum_width}
     preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](
-        *tensors[:3], tensors[3] if has_dl else None, parts, dq, None, *strides, *numbers,
-        **flags, **DENSE,
+        *tensors[:3], tensors[3] if has_dl else None, parts, dq, None, None, *strides, *numbers,
+        **flags, **DENSE, **ZEROS,
     )  # fmt: skip
     halves = parts.cpu().double().unflatten(3, (2, 8))
     assert not halves[..., 3:].any()
@@ -95,3 +97,48 @@ def test_statistics_and_zeros(
     torch.testing.assert_close(second[..., :n_queries], -delta.double(), rtol=1e-5, atol=1e-4)
     assert second.isfinite().all()
     assert not dq.any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_causal", "offset", "band", "seen"),
+    [
+        ((500, 500), True, 0, None, (True, True, True, True)),
+        ((500, 200), True, -300, None, (False, False, True, True)),
+        ((500, 244), True, -256, None, (False, False, True, True)),
+        ((500, 245), True, -255, None, (False, True, True, True)),
+        ((500, 100), True, 0, 60, (True, True, False, False)),
+        ((500, 128), False, 10, 138, (True, True, False, False)),
+        ((500, 129), False, 10, 138, (True, True, True, False)),
+        ((500, 129), False, 10, 137, (True, True, True, False)),
+        ((500, 10), True, -1000, None, (False, False, False, True)),
+        ((500, 10), True, 1000, 900, (True, False, False, False)),
+        ((500, 0), False, 0, None, (False, False, False, False)),
+    ],
+    ids=str,
+)
+def test_zeros_only_where_no_program_stores(
+    lengths: tuple[int, int],
+    is_causal: bool,
+    offset: int,
+    band: int | None,
+    seen: tuple[bool, ...],
+) -> None:
+    """By the walk of the main kernel's programs, which also come to tiles that see no key."""
+    n_queries, n_keys = lengths
+    x = torch.randn(1, 1, n_queries, 64).half().to(DEVICE)
+    lse = torch.randn(1, 1, n_queries, device=DEVICE)
+    parts = torch.empty(1, 1, 512, 16, dtype=torch.bfloat16, device=DEVICE)
+    dq = torch.full((512, 64), math.nan, device=DEVICE)
+    counters = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+    numbers = (n_queries, 512, 1, n_keys, offset, band or 0, 8, -8.0)
+    flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
+    flags |= {"SUM_WIDTH": 64, "ZEROS": False, "KEYS": 128, "IS_CAUSAL": is_causal}
+    flags |= {"HAS_LEFT": band is not None, "BOTTOM_RIGHT": False}
+    preprocess_kernel[(512 // ROWS,)](
+        x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,
+        *numbers, **flags, **DENSE,
+    )  # fmt: skip
+    assert not counters.any()
+    stored = dq.reshape(4, 128, 64)
+    assert stored.isnan().flatten(1).all(1).tolist() == list(seen)
+    assert not stored[~torch.tensor(seen)].any()

@@ -128,6 +128,8 @@ class HopperBackwardCall:
         two_passes = config.two_passes
         step = TILE.value if two_passes else queries
         ordered = problem.deterministic and not two_passes
+        # A tile's first program stores what others add to, so that no zeros come before.
+        stores = ordered and kernel is hopper_backward_kernel
         self.tiles: PackedTiles | None = None
         if not packed:
             rows = -(-n_queries // queries) * queries * batch * heads
@@ -160,6 +162,7 @@ class HopperBackwardCall:
             return [s // 8 for s in stride[:3]]
 
         fp32 = torch.float32
+        left, right = problem.band
         self.preprocess = hopper_launch(
             preprocess_kernel,
             programs[0],
@@ -170,11 +173,15 @@ class HopperBackwardCall:
                 "dL_ptr": fp32 if has_dl else None,
                 "statistics_ptr": torch.bfloat16,
                 "dq_ptr": fp32 if sum_parts else None,
+                "order_counters_ptr": torch.int32 if ordered else None,
                 "tiles_ptr": table,
             },
             {
                 **stride_numbers(o=stride_div8(o_stride), do=stride_div8(do_stride), dl=dl_stride),
                 **numbers,
+                "N_KEYS": n_keys,
+                "offset": offset,
+                "band": band,
                 "D_DIV8": value_dim // 8,
                 "factor": -1.0 / (problem.scale if softcap is None else softcap),
             },
@@ -182,8 +189,14 @@ class HopperBackwardCall:
                 **shape,
                 "WIDTH": values,
                 "NARROW": value_dim < values,
+                "SUM_PARTS": sum_parts,
                 "SUM_WIDTH": sum_width,
                 "HAS_DL": has_dl,
+                "ZEROS": not stores,
+                "KEYS": keys,
+                "IS_CAUSAL": right is not None,
+                "HAS_LEFT": left is not None,
+                "BOTTOM_RIGHT": packed and problem.bottom_right,
             },
         )
         dk_out: Parameter = fp32
@@ -197,7 +210,6 @@ class HopperBackwardCall:
             dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         most_in_ring = at_once = 0
-        left, right = problem.band
         if ordered and left is right is None:
             # So many programs surely run at the same time, also beside another kernel's.
             most_in_ring = forward.multiprocessors(device) // 2
@@ -294,11 +306,12 @@ class HopperBackwardCall:
             )
         self.device, self.allocate = device.index, allocator(device)
         self.gradients = [in_layout(x, problem.layout) for x in (dq, dk, dv)]
-        # Memory that the kernels share. Its first bytes, so many, come before the sum of dQ.
-        self.shared: Layout = ((rows * (columns // 2 + sum_parts * sum_width),), (1,), fp32)
+        # Memory that the kernels share: bytes of the statistics, then of the sum of dQ, counters.
         self.statistics = rows * columns * 2
-        # How many there are; 0 where the order of sums is free.
-        self.order_counters = rows // queries if ordered else 0
+        self.sum = rows * sum_parts * sum_width * 4
+        order_counters = rows // queries if ordered else 0
+        elements = (self.statistics + self.sum) // 4 + order_counters
+        self.shared: Layout = ((elements,), (1,), fp32)
 
     def __call__(
         self,
@@ -337,15 +350,13 @@ class HopperBackwardCall:
             "statistics_ptr": statistics,
             "statistics_desc": statistics,
             "dq_ptr": statistics + self.statistics,
+            "order_counters_ptr": statistics + self.statistics + self.sum,
             "dq_out": dq.data_ptr(),
             "dk_out": dk.data_ptr(),
             "dv_out": dv.data_ptr(),
         }
         if grad_logsumexp is not None:
             addresses["dL_ptr"] = grad_logsumexp.data_ptr()
-        if self.order_counters:
-            counters = query.new_zeros(self.order_counters, dtype=torch.int32)
-            addresses["order_counters_ptr"] = counters.data_ptr()
         if self.tiles is not None:
             table = self.tiles(given)
             addresses["tiles_ptr"] = table.data_ptr()

@@ -33,6 +33,7 @@ from flashattn_triton.hopper.schedule import (
     key_tile_of_program,
     load_tile,
     next_query_tile,
+    predecessors,
     ring_of,
     walk,
 )
@@ -292,10 +293,8 @@ def producer(
             if ready >= 0:
                 order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
                 order_counter += tile_to_add
-                allow_addition(
-                    may_add.index(slot), order_counter, tile_to_add, own, walked, tiles, KEYS,
-                    QUERIES, OPTIONS.is_causal, 2 * WARPS,
-                )  # fmt: skip
+                before = predecessors(tile_to_add, own, walked, tiles, KEYS, QUERIES, OPTIONS)
+                allow_addition(may_add.index(slot), order_counter, before, 2 * WARPS)
                 tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
         row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
         if step >= STAGES:
@@ -314,10 +313,8 @@ def producer(
             if step >= STAGES:
                 order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
                 order_counter += tile_to_add
-                allow_addition(
-                    may_add.index(0), order_counter, tile_to_add, own, walked, tiles, KEYS,
-                    QUERIES, OPTIONS.is_causal, WARPS,
-                )  # fmt: skip
+                before = predecessors(tile_to_add, own, walked, tiles, KEYS, QUERIES, OPTIONS)
+                allow_addition(may_add.index(0), order_counter, before, WARPS)
                 tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)

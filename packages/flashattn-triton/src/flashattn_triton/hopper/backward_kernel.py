@@ -86,13 +86,14 @@ from flashattn_triton.hopper.products import (
     write_columns,
     zero_columns,
 )
-from flashattn_triton.hopper.schedule import first_element, store_tile
+from flashattn_triton.hopper.schedule import first_element, predecessors, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
+    store_or_add,
 )
 
 KEYS = gl.constexpr(128)  # of one program
@@ -101,14 +102,36 @@ KEYS = gl.constexpr(128)  # of one program
 
 
 @gluon.jit
+def _add_dq(
+    dq_own, dq, program, previous, step, may_add,
+    QUERIES: gl.constexpr, D: gl.constexpr, OPTIONS: gl.constexpr,
+):  # fmt: skip
+    """Adds this consumer's part of the previous step's tile of dQ to the sum in memory.
+
+    If ``ordered``, the tile's first program stores it: no zeros come before.
+    """
+    tile, head = previous
+    sums = dq_own + gl.cast(tile, gl.int64) * (QUERIES * D)
+    if OPTIONS.ordered:
+        _, own, walked, tiles = program
+        in_head = tile - head * tiles[0]
+        before = predecessors(in_head, own, walked, tiles, KEYS, QUERIES, OPTIONS)
+        mbarrier.wait(may_add.index(0), step & 1, pred=tile >= 0)
+        store_or_add(sums, dq, (tile >= 0) & (before > 0), (tile >= 0) & (before == 0))
+    else:
+        reduce_add(sums, dq, tile >= 0)
+
+
+@gluon.jit
 def _step(
     barriers,
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
+    program,  # (work, and what work_of_program returned)
     step,
     steps,  # in all
-    previous_tile,  # the previous step's, counted from the group's first tile; -1 in step 0
+    previous,  # the previous step's tile, from the group's first one on, -1 in step 0; and its head
     diagonal,
     limits,
     scales,
@@ -183,9 +206,7 @@ def _step(
     s = start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, HAS_SOFTCAP, SCORES)
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
-    if OPTIONS.ordered:
-        mbarrier.wait(may_add.index(0), (step - 1) & 1, pred=previous_tile >= 0)
-    reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
+    _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
@@ -219,6 +240,7 @@ def _consumer(
     DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
+    program = (work, own, walked, tiles)
     first_key, kv_head, n_keys, offset, _, k_at = own
     first, _, _, per_head = walked
     n_tiles, first_tile, _ = tiles
@@ -243,23 +265,23 @@ def _consumer(
     dv = zero_columns(OWN, D, COLUMNS)
     named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
     step = 0
-    head = 0  # the first tile of a head, of the tiles of the group's heads
     previous_tile = -1
-    for _ in range(HEADS_PER_KV):
+    previous_head = 0
+    for head in range(HEADS_PER_KV):
         for part in gl.static_range(3):
             if has_part(part, OPTIONS):
                 for j in range(bounds[part], bounds[part + 1]):
                     s, dk, dv = _step(
-                        barriers, buffers, ds_smem, dq_own, step, steps, previous_tile,
-                        diagonal + j * QUERIES, limits, scales, s, dk, dv, CONSUMER, DQ_WIDTH,
-                        OPTIONS, part != 1,
+                        barriers, buffers, ds_smem, dq_own, program, step, steps,
+                        (previous_tile, previous_head), diagonal + j * QUERIES, limits, scales, s,
+                        dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
                     )  # fmt: skip
                     step += 1
                     tile = first + j
                     if part < 2:  # behind a left edge no walk begins in the middle
                         tile = wrapped(tile, n_tiles)
-                    previous_tile = head + tile
-        head += n_tiles
+                    previous_tile = head * n_tiles + tile
+                    previous_head = head
 
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
@@ -271,9 +293,8 @@ def _consumer(
         fence_async_shared()
         store_tile(dv_out, k_at, kv_head, own_key, own_v, OPTIONS.packed)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    if OPTIONS.ordered:
-        mbarrier.wait(may_add.index(0), (steps - 1) & 1)
-    reduce_add(dq_own + gl.cast(previous_tile, gl.int64) * (QUERIES * D), dq, previous_tile >= 0)
+    previous = (previous_tile, previous_head)
+    _add_dq(dq_own, dq, program, previous, steps - 1, may_add, QUERIES, D, OPTIONS)
     if OPTIONS.ordered:
         named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)

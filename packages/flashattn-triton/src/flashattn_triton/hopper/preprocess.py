@@ -70,7 +70,8 @@ def _rows_of_program(
 @triton.jit(
     do_not_specialize=[  # lengths decide whether strides are multiples of 16, which helps nothing
         *("stride_ob", "stride_oh", "stride_oq", "stride_dob", "stride_doh", "stride_doq"),
-        *("stride_dlb", "stride_dlh", "N_QUERIES", "N_PADDED", "N_HEADS", "D_DIV8", "factor"),
+        *("stride_dlb", "stride_dlh", "N_QUERIES", "N_PADDED", "N_HEADS", "N_KEYS", "offset"),
+        *("band", "D_DIV8", "factor"),
     ],
     do_not_specialize_on_alignment=["L_ptr", "dL_ptr"],
 )
@@ -81,6 +82,7 @@ def preprocess_kernel(
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
     dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · SUM_WIDTH) fp32; None without parts
+    order_counters_ptr,  # (B, H, N_PADDED / QUERIES) int32, or None
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of queries, if PACKED, else None
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
@@ -94,6 +96,9 @@ def preprocess_kernel(
     N_QUERIES,
     N_PADDED,
     N_HEADS,
+    N_KEYS,
+    offset,  # as of the main kernel, and band
+    band,
     D_DIV8,  # D / 8
     factor,  # -1 / scale
     WIDTH: tl.constexpr,
@@ -102,11 +107,20 @@ def preprocess_kernel(
     SUM_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
+    ZEROS: tl.constexpr,  # programs of the main kernel only add, and do not store first
+    KEYS: tl.constexpr,  # of a program of the main kernel
+    IS_CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,  # offset is without the difference of a packed sequence's lengths
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H."""
+    """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H.
+
+    Programs of the main kernel that add in a fixed order count additions to each tile of QUERIES
+    rows. Unless ZEROS, they are written only to tiles to which no program comes.
+    """
     if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, head, first_row, n_rows, first_token, first_padded = _rows_of_program(
@@ -141,10 +155,29 @@ def preprocess_kernel(
     parts = statistics_ptr + row * 16
     _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
-    for part in tl.static_range(SUM_PARTS):
-        sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
-        sum_columns = part * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
-        tl.store(sum_rows + sum_columns, tl.zeros([ROWS, SUM_WIDTH], tl.float32))
+    tile = first_row // QUERIES
+    if order_counters_ptr is not None:
+        if first_row % QUERIES == 0:
+            tl.store(order_counters_ptr + first_padded // QUERIES + tile, 0)
+    zeroed = ZEROS
+    if not ZEROS:
+        if PACKED:
+            tile_of_all = tl.program_id(0) // (QUERIES // ROWS) // N_HEADS
+            N_KEYS = tl.load(tiles_ptr + (1 + tile_of_all) * FIELDS + 4)
+            if BOTTOM_RIGHT:
+                offset += N_KEYS - n_rows
+        zeroed = N_KEYS == 0
+        if IS_CAUSAL:  # programs come to the last tile in any case
+            last_tile = tl.cdiv(n_rows, QUERIES) - 1
+            zeroed = zeroed | (((tile + 1) * QUERIES + offset <= 0) & (tile < last_tile))
+        if HAS_LEFT:  # and to the first one
+            first_seen = tile * QUERIES + offset - band
+            zeroed = zeroed | ((first_seen >= tl.cdiv(N_KEYS, KEYS) * KEYS) & (tile > 0))
+    if zeroed:
+        for part in tl.static_range(SUM_PARTS):
+            sum_rows = dq_ptr + row[:, None] * (SUM_PARTS * SUM_WIDTH)
+            sum_columns = part * SUM_WIDTH + tl.arange(0, SUM_WIDTH)[None, :]
+            tl.store(sum_rows + sum_columns, tl.zeros([ROWS, SUM_WIDTH], tl.float32))
 
 
 @triton.jit(

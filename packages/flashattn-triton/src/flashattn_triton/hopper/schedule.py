@@ -320,10 +320,13 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
         together = gl.where(first_head == n_heads - together, together, 1)
         index -= first_head * n_tiles
         head = first_head + index % together
-        first_key = (index // together) * KEYS
+        tile = index // together
     else:
         head = index // n_tiles
-        first_key = (index % n_tiles) * KEYS
+        tile = index % n_tiles
+    if OPTIONS.ordered:
+        tile = n_tiles - 1 - tile
+    first_key = tile * KEYS
     if OPTIONS.packed:
         q_at = (end_q, END - n_queries)
         k_at = (end_k, END - n_keys)
@@ -336,8 +339,6 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
         n_keys = N_KEYS
         q_at = (sequence, 0)
         k_at = (sequence, 0)
-    if OPTIONS.ordered:
-        first_key = (n_tiles - 1) * KEYS - first_key
     return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence
 
 
@@ -376,9 +377,9 @@ def next_query_tile(tile, head, walked):
 
 @gluon.jit
 def predecessors(
-    tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, is_causal: gl.constexpr
+    tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
 ):
-    """How many programs add to a tile of dQ before this one; see ``work_of_program``.
+    """How many programs come to a tile of dQ before this one; see ``work_of_program``.
 
     In a ring, the step in which a program comes to the tile decides.
     """
@@ -386,12 +387,12 @@ def predecessors(
     n_tiles, _, ring = tiles
     first = walked[0]
     last_key = n_keys - 1
-    if is_causal:  # the last tile of queries is walked over by all programs
+    if OPTIONS.is_causal:  # the last tile of queries is walked over by all programs
         seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
         last_key = gl.where(tile == n_tiles - 1, last_key, seen)
     last_tile = max(last_key, 0) // KEYS
     n = last_tile - first_key // KEYS
-    if not is_causal:
+    if OPTIONS.ring > 0:
         STRIDE: gl.constexpr = KEYS // QUERIES  # of first tiles of queries in a ring
         wrapped = gl.where(tile < first, tile // STRIDE + 1, 0)
         counted = gl.where(tile < first, tile + n_tiles, tile)
@@ -414,17 +415,13 @@ def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl
 
 
 @gluon.jit
-def allow_addition(
-    may_add, order_counter, tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-    is_causal: gl.constexpr, SIGNALS: gl.constexpr,
-):  # fmt: skip
-    """Waits until all predecessors have added to a tile of dQ, and then arrives at ``may_add``.
+def allow_addition(may_add, order_counter, before, SIGNALS: gl.constexpr):
+    """Waits until ``before`` programs have added to a tile of dQ, and then arrives at ``may_add``.
 
     The producer calls this, and consumers wait at ``may_add``: a loop around a load within a
     consumer's loop makes ptxas keep all addresses in vector registers, and spill.
     ``order_counter``: the tile's, which a program increments SIGNALS times, once by each warp that
     signals.
     """
-    n = predecessors(tile, own, walked, tiles, KEYS, QUERIES, is_causal)
-    wait_for_predecessors(order_counter, n * SIGNALS)
+    wait_for_predecessors(order_counter, before * SIGNALS)
     mbarrier.arrive(may_add, count=1)

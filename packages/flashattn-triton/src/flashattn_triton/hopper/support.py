@@ -57,6 +57,26 @@ def reduce_add(pointers, x, condition):
 
 
 @gluon.jit
+def store_or_add(pointers, x, adds, stores):
+    """:func:`reduce_add` if ``adds``, a store there if ``stores``."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred adds, stores;
+        setp.ne.s32 adds, $12, 0;
+        setp.ne.s32 stores, $16, 0;
+        @adds red.relaxed.gpu.global.add.v4.f32 [$4], {$8, $9, $10, $11};
+        @stores st.relaxed.gpu.global.v4.f32 [$4], {$8, $9, $10, $11};
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        }""",
+        "=r,=r,=r,=r,l,l,l,l,f,f,f,f,r,r,r,r,r,r,r,r",
+        [pointers.to(gl.int64), x, adds.to(gl.int32), stores.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
 def wait_for_predecessors(order_counter, n_signals):
     """Waits until the ``order_counter`` has reached ``n_signals``.
 
@@ -68,10 +88,13 @@ def wait_for_predecessors(order_counter, n_signals):
         """{
         .reg .pred waits;
         .reg .b32 now;
+        setp.gt.s32 waits, $2, 0;
+        @!waits bra done;
         again:
         ld.acquire.gpu.global.b32 now, [$1];
         setp.lt.s32 waits, now, $2;
         @waits bra again;
+        done:
         mov.b32 $0, 0;
         }""",
         "=r,l,r",
