@@ -141,6 +141,9 @@ class Shared:
         assert view.shape[dim] == length
         return view
 
+    def reinterpret(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
+        return self._view(self.array.reshape(shape))
+
     def permute(self, order: Sequence[int]) -> Shared:
         return self._view(self.array.transpose(order))
 
@@ -387,10 +390,11 @@ class Machine:
         state.update()
         self.pause()
 
-    def arrive(self, barrier: Shared, count: int) -> None:
-        state = self.transaction[barrier.address]
-        state.arrivals += count
-        state.update()
+    def arrive(self, barrier: Shared, count: int, pred: bool = True) -> None:
+        if pred:
+            state = self.transaction[barrier.address]
+            state.arrivals += count
+            state.update()
         self.pause()
 
     def wait(self, barrier: Shared, phase: int, pred: bool = True) -> None:
@@ -495,6 +499,13 @@ class Machine:
                 elements[:] = pointers.memory[addresses]
         return Tensor(found)
 
+    def atomic_add(self, pointer: Pointer, x: int) -> Integer:
+        self.pause()
+        with self.grid.addition:
+            before = pointer.memory[pointer.offsets]
+            pointer.memory[pointer.offsets] += x
+        return Integer(before)
+
     def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:
         """Of programs that run at the same time, or that have ended."""
         self.waiting += 1
@@ -590,6 +601,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         int32="int32",
         program_id=lambda axis: Integer(machine.program),
         num_programs=lambda axis: Integer(machine.programs),
+        atomic_add=machine.atomic_add,
         cdiv=lambda a, b: -(-a // b),
         where=_where,
         cast=lambda x, dtype: x,
@@ -634,6 +646,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "fence_async_shared": machine.fence,
         "exp2": _operation(np.exp2),
         "reciprocal": _operation(np.reciprocal),
+        "VIEWS_ARE_PUBLIC": True,
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
         "store_or_add": machine.store_or_add,

@@ -16,7 +16,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
 DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
 #: Of preprocess_kernel: zeros are written everywhere.
-ZEROS = {"ZEROS": True, "KEYS": 128, "IS_CAUSAL": False, "HAS_LEFT": False, "BOTTOM_RIGHT": False}
+ZEROS = {
+    "ORDERED": False,
+    "ZEROS": True,
+    "KEYS": 128,
+    "IS_CAUSAL": False,
+    "HAS_LEFT": False,
+    "BOTTOM_RIGHT": False,
+}
 
 
 def strides_div8(x: Tensor) -> list[int]:
@@ -82,9 +89,10 @@ def test_statistics_and_zeros(
     numbers = (n_queries, n_padded, HEADS, n_queries, 0, 0, head_dim // 8, -1 / scale)
     flags = {"WIDTH": width, "NARROW": head_dim < width, "ROWS": ROWS, "HAS_DL": has_dl}
     flags |= {"SUM_PARTS": sum_parts, "SUM_WIDTH": sum_width}
+    taken = torch.full((1,), 7, dtype=torch.int32, device=DEVICE)
     preprocess_kernel[(BATCH * HEADS * n_padded // ROWS,)](
-        *tensors[:3], tensors[3] if has_dl else None, parts, dq, None, None, *strides, *numbers,
-        **flags, **DENSE, **ZEROS,
+        *tensors[:3], tensors[3] if has_dl else None, parts, dq, taken, None, *strides,
+        *numbers, **flags, **DENSE, **ZEROS,
     )  # fmt: skip
     halves = parts.cpu().double().unflatten(3, (2, 8))
     assert not halves[..., 3:].any()
@@ -97,6 +105,7 @@ def test_statistics_and_zeros(
     torch.testing.assert_close(second[..., :n_queries], -delta.double(), rtol=1e-5, atol=1e-4)
     assert second.isfinite().all()
     assert not dq.any()
+    assert not taken.any()
 
 
 @pytest.mark.parametrize(
@@ -129,10 +138,10 @@ def test_zeros_only_where_no_program_stores(
     lse = torch.randn(1, 1, n_queries, device=DEVICE)
     parts = torch.empty(1, 1, 512, 16, dtype=torch.bfloat16, device=DEVICE)
     dq = torch.full((512, 64), math.nan, device=DEVICE)
-    counters = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+    counters = torch.full((5,), 7, dtype=torch.int32, device=DEVICE)
     numbers = (n_queries, 512, 1, n_keys, offset, band or 0, 8, -8.0)
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
-    flags |= {"SUM_WIDTH": 64, "ZEROS": False, "KEYS": 128, "IS_CAUSAL": is_causal}
+    flags |= {"SUM_WIDTH": 64, "ORDERED": True, "ZEROS": False, "KEYS": 128, "IS_CAUSAL": is_causal}
     flags |= {"HAS_LEFT": band is not None, "BOTTOM_RIGHT": False}
     preprocess_kernel[(512 // ROWS,)](
         x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,

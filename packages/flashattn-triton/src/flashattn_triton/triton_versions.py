@@ -277,6 +277,13 @@ def tma_copies() -> tuple[Any, Any]:
     return tma.async_load, tma.async_store
 
 
+def views_are_public() -> bool:
+    """Whether shared memory's view as another shape has a public name, as from Triton 3.9 on."""
+    from triton.experimental.gluon.language import _core
+
+    return hasattr(_core.shared_memory_descriptor, "reinterpret")
+
+
 def rounds_in_pairs() -> bool:
     """Whether numbers rounded to a half type stay in pairs, two in a register, by themselves.
 

@@ -128,8 +128,8 @@ class HopperBackwardCall:
         two_passes = config.two_passes
         step = TILE.value if two_passes else queries
         ordered = problem.deterministic and not two_passes
-        # A tile's first program stores what others add to, so that no zeros come before.
-        stores = ordered and kernel is hopper_backward_kernel
+        # Programs compute tiles one after another, and of dQ the first one stores, if ordered.
+        persistent = kernel is hopper_backward_kernel
         self.tiles: PackedTiles | None = None
         if not packed:
             rows = -(-n_queries // queries) * queries * batch * heads
@@ -173,7 +173,7 @@ class HopperBackwardCall:
                 "dL_ptr": fp32 if has_dl else None,
                 "statistics_ptr": torch.bfloat16,
                 "dq_ptr": fp32 if sum_parts else None,
-                "order_counters_ptr": torch.int32 if ordered else None,
+                "counters_ptr": torch.int32,
                 "tiles_ptr": table,
             },
             {
@@ -192,7 +192,8 @@ class HopperBackwardCall:
                 "SUM_PARTS": sum_parts,
                 "SUM_WIDTH": sum_width,
                 "HAS_DL": has_dl,
-                "ZEROS": not stores,
+                "ORDERED": ordered,
+                "ZEROS": not (ordered and persistent),
                 "KEYS": keys,
                 "IS_CAUSAL": right is not None,
                 "HAS_LEFT": left is not None,
@@ -202,7 +203,7 @@ class HopperBackwardCall:
         dk_out: Parameter = fp32
         dv_out: Parameter = fp32
         of_sums: dict[str, int | None] = {}
-        if kernel is hopper_backward_kernel:  # the one that adds to sums
+        if persistent:  # the one that adds to sums
             of_sums |= stride_numbers(dk=stride_div8(dk_stride), dv=stride_div8(dv_stride))
             of_sums["D_DIV8"] = head_dim // 8
         if not into:
@@ -241,10 +242,17 @@ class HopperBackwardCall:
         )
         statistics = tile_map([rows, columns], [columns, 1], [step, columns], torch.bfloat16)
         added: dict[str, Parameter] = {} if two_passes else {"dq_ptr": fp32}
-        counters = {} if two_passes else {"order_counters_ptr": torch.int32 if ordered else None}
+        counters: dict[str, Parameter] = {}
+        of_tiles: dict[str, int] = {}
+        if persistent:
+            counters["counters_ptr"] = torch.int32
+            of_tiles["N_TILES"] = programs[1]
+        elif not two_passes:
+            counters["order_counters_ptr"] = torch.int32 if ordered else None
+        at_a_time = forward.multiprocessors(device) if persistent and not ordered else programs[1]
         self.main = hopper_launch(
             kernel,
-            programs[1],
+            min(programs[1], at_a_time),
             {
                 **maps,
                 "statistics_desc": statistics,
@@ -257,6 +265,7 @@ class HopperBackwardCall:
             {
                 "N_QUERIES": n_queries,
                 "N_KEYS": n_keys,
+                **of_tiles,
                 "N_KV_HEADS": kv_heads,
                 "HEADS_PER_KV": heads // kv_heads,
                 "offset": offset,
@@ -310,7 +319,7 @@ class HopperBackwardCall:
         self.statistics = rows * columns * 2
         self.sum = rows * sum_parts * sum_width * 4
         order_counters = rows // queries if ordered else 0
-        elements = (self.statistics + self.sum) // 4 + order_counters
+        elements = (self.statistics + self.sum) // 4 + 1 + order_counters
         self.shared: Layout = ((elements,), (1,), fp32)
 
     def __call__(
@@ -350,7 +359,8 @@ class HopperBackwardCall:
             "statistics_ptr": statistics,
             "statistics_desc": statistics,
             "dq_ptr": statistics + self.statistics,
-            "order_counters_ptr": statistics + self.statistics + self.sum,
+            "counters_ptr": statistics + self.statistics + self.sum,
+            "order_counters_ptr": statistics + self.statistics + self.sum + 4,
             "dq_out": dq.data_ptr(),
             "dk_out": dk.data_ptr(),
             "dv_out": dv.data_ptr(),

@@ -30,7 +30,7 @@ from flashattn_triton.hopper.schedule import (
     END,
     WARPS,
     allow_addition,
-    key_tile_of_program,
+    key_tile_at,
     load_tile,
     next_query_tile,
     predecessors,
@@ -42,7 +42,6 @@ from flashattn_triton.hopper.support import (
     allocate_tiles,
     named_barrier_sync_at,
     new_barriers,
-    signal_successors,
     tma_load,
 )
 
@@ -103,13 +102,13 @@ class BackwardOptions:
 
 
 @gluon.jit
-def allocate_buffers(loads, PARTS: gl.constexpr = 1):
+def allocate_buffers(loads, PARTS: gl.constexpr = 1, K_BUFFERS: gl.constexpr = 1):
     """Shared memory of what descriptors load; Q and K in so many parts."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[-2]
     QUERIES: gl.constexpr = q_desc.block_shape[-2]
-    k_smem = allocate_tiles(DTYPE, PARTS, KEYS, k_desc.block_shape[-1])
+    k_smem = allocate_tiles(DTYPE, K_BUFFERS * PARTS, KEYS, k_desc.block_shape[-1])
     v_smem = allocate_tiles(DTYPE, 1, KEYS, v_desc.block_shape[-1])
     q_smem = allocate_tiles(DTYPE, STAGES * PARTS, QUERIES, q_desc.block_shape[-1])
     do_smem = allocate_tiles(DTYPE, STAGES, QUERIES, do_desc.block_shape[-1])
@@ -132,13 +131,18 @@ def allocate_barriers(ADDITIONS: gl.constexpr):
 
 
 @gluon.jit
-def has_work(work, OPTIONS: gl.constexpr):
-    """Whether there is a tile of keys for this program, of which there may be more than tiles."""
+def number_of_tiles(n_tiles, work, OPTIONS: gl.constexpr):
+    """Of keys, of all heads: ``n_tiles``, but of a packed batch there may be fewer."""
     sizes, tiles_ptr, _ = work
-    present = True
     if OPTIONS.packed:
-        present = gl.program_id(0) < gl.load(tiles_ptr) * sizes[2]
-    return present
+        n_tiles = gl.load(tiles_ptr) * sizes[2]
+    return n_tiles
+
+
+@gluon.jit
+def has_work(work, OPTIONS: gl.constexpr):
+    """Whether there is a tile of keys for this program."""
+    return gl.program_id(0) < number_of_tiles(gl.num_programs(0), work, OPTIONS)
 
 
 # ---- walk ----------------------------------------------------------------------------------------
@@ -146,7 +150,15 @@ def has_work(work, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr):
-    """The tile of keys of this program, and its walk over tiles of queries.
+    """:func:`work_of_tile` of the one tile of a program."""
+    return work_of_tile(gl.program_id(0), gl.num_programs(0), work, KEYS, QUERIES, OPTIONS)
+
+
+@gluon.jit
+def work_of_tile(
+    index, n_tiles_of_all, work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+):
+    """A tile of keys, and its walk over tiles of queries.
 
     ``work``: (sizes, table of a packed batch, band); sizes are N_QUERIES, N_KEYS, N_KV_HEADS,
     HEADS_PER_KV and offset.
@@ -158,8 +170,8 @@ def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl
     """
     sizes, tiles_ptr, band = work
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_of_program(
-        sizes, tiles_ptr, KEYS, OPTIONS
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_at(
+        index, n_tiles_of_all, sizes, tiles_ptr, KEYS, OPTIONS
     )
     PADDING: gl.constexpr = OPTIONS.padding // QUERIES  # in tiles
     n_tiles = gl.cdiv(n_queries, OPTIONS.padding) * PADDING
@@ -237,8 +249,8 @@ def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
 @gluon.jit
 def load_queries(loads, barriers, buffers, slot, at, head, tile, row, PACKED: gl.constexpr):
     """Loads a tile of Q, with the statistics that begin at ``row``."""
-    k_smem, _, q_smem, _, statistics_smem = buffers
-    PARTS: gl.constexpr = k_smem.shape[0]
+    _, _, q_smem, _, statistics_smem = buffers
+    PARTS: gl.constexpr = q_smem.shape[0] // STAGES
     QUERIES: gl.constexpr = q_smem.shape[1]
     PART: gl.constexpr = q_smem.shape[2]
     full = barriers[1].index(slot)
@@ -260,16 +272,8 @@ def load_output_gradient(loads, barriers, buffers, slot, at, head, tile, PACKED:
 
 
 @gluon.jit
-def producer(
-    loads,
-    barriers,
-    buffers,
-    order_counters_ptr,
-    work,
-    OPTIONS: gl.constexpr,
-    SIGNALS: gl.constexpr,  # the producer signals for the consumers, else they do so themselves
-):
-    """Fetches K and V once, then each step's dO, and Q with L and delta, if consumers own keys."""
+def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.constexpr):
+    """Fetches K and V of a program's one tile, then each step's dO, and Q with L and delta."""
     KEYS: gl.constexpr = buffers[0].shape[1]
     QUERIES: gl.constexpr = buffers[2].shape[1]
     own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
@@ -284,10 +288,9 @@ def producer(
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
     head_to_add = head
-    order_counter = order_counters_ptr
     for step in range(steps + STAGES):
         slot = step % STAGES
-        if OPTIONS.ordered and not SIGNALS:
+        if OPTIONS.ordered:
             # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
             ready = step - STAGES
             if ready >= 0:
@@ -305,22 +308,8 @@ def producer(
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # the last step issues the scores of a tile that nobody uses
             load_queries(loads, barriers, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
-        if OPTIONS.ordered and SIGNALS:
-            # The consumers have given back Q of STAGES steps before, in which they added to the
-            # tile of one step before that. In their next step they add to this one's.
-            if step > STAGES:
-                signal_successors(order_counter, gl.to_tensor(True))
-            if step >= STAGES:
-                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
-                order_counter += tile_to_add
-                before = predecessors(tile_to_add, own, walked, tiles, KEYS, QUERIES, OPTIONS)
-                allow_addition(may_add.index(0), order_counter, before, WARPS)
-                tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)
-    if OPTIONS.ordered and SIGNALS:  # after the loop, the consumers add to the last tile
-        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
-        signal_successors(order_counter, gl.to_tensor(True))
 
 
 # ---- consumer ------------------------------------------------------------------------------------

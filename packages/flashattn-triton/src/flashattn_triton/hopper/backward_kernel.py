@@ -2,10 +2,10 @@
 # mypy: disable-error-code="no-untyped-def,attr-defined,assignment"
 """The backward pass on sm_90, fused: FlashAttention-2, Algorithm 2, with its products overlapped.
 
-A program computes dK and dV of 128 keys, and adds its part of dQ to an fp32 sum in memory. One warp
-group, the producer, fetches tiles of Q and dO; two consumers own 64 keys each. Everything is
-computed transposed, keys by queries, so that P and dS are operands of the next products as they lie
-in registers:
+A program takes a tile of 128 keys, computes its dK and dV, adds its part of dQ to an fp32 sum in
+memory, and takes the next tile. One warp group, the producer, fetches tiles of K and V, and for
+each those of Q and dO; two consumers own 64 keys each. Everything is computed transposed, keys by
+queries, so that P and dS are operands of the next products as they lie in registers:
 
     Sᵀ  = K Qᵀ - L / scale          Pᵀ = exp2(Sᵀ · scale · log2(e))
     dPᵀ = V dOᵀ - delta             dSᵀ = Pᵀ ∘ dPᵀ,  delta = rowsum(O ∘ dO) - dL
@@ -17,6 +17,10 @@ with dS of the previous tile. So no consumer waits for dS that the other consume
 and the exponentials of one consumer run while the tensor cores work for the other.
 ``preprocess.py`` holds the small kernels that run before and after this one.
 
+While consumers store a tile's gradients, the next one's inputs come, but for V already in its last
+step: K has two buffers, dK leaves through K's, and dV through buffers of dS that nobody reads any
+more. A counter in memory says which tile is next.
+
 The tensor cores subtract L and delta: three bf16 numbers that add up to each travel with Q, 32
 bytes per query, and are multiplied by ones. If every thread loaded them for its columns of scores,
 that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory, which is the limit.
@@ -24,13 +28,14 @@ that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory,
 With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
 dS has a factor 1 - T².
 
-The order in which programs add to dQ is not fixed unless ``ordered``. Then each tile of dQ has an
-order counter, and programs add to the tile in the order of their tiles of keys, from the last to
-the first. The producer waits until the program's predecessors, those with later keys, have
-incremented the counter, lets the consumers add, and increments it when they have. Under a causal
-mask the wait is short: each program begins at its diagonal, the first tile of queries that sees its
-keys, and its predecessors begin at later tiles. Predecessors have smaller program indices, and the
-hardware starts those first, so that no program waits for one that cannot start.
+The order in which programs add to dQ is not fixed unless ``ordered``. Then each has one tile of
+keys, each tile of dQ has an order counter, and programs add to the tile in the order of their keys,
+from the last to the first; the first one stores. The producer waits until the program's
+predecessors, those with later keys, have incremented the counter, lets the consumers add, and
+increments it when they have. Under a causal mask the wait is short: each program begins at its
+diagonal, the first tile of queries that sees its keys, and its predecessors begin at later tiles.
+Predecessors have smaller program indices, and the hardware starts those first, so that no program
+waits for one that cannot start.
 
 Without a mask all programs of a head would begin at its first tile of queries, and each would wait
 for all before it. Where ``schedule.ring_of`` says so, they form a ring instead: each begins at the
@@ -61,19 +66,19 @@ from flashattn_triton.hopper.backward_common import (
     Q_EMPTY,
     STAGES,
     UNSPECIALIZED,
-    allocate_barriers,
     allocate_buffers,
     ds_written,
     fragment_offsets,
     has_part,
-    has_work,
-    producer,
+    load_output_gradient,
+    load_queries,
+    number_of_tiles,
     soft_cap,
     start_dp,
     start_dq,
     start_scores,
     steps_of_head,
-    work_of_program,
+    work_of_tile,
     wrapped,
 )
 from flashattn_triton.hopper.products import (
@@ -86,17 +91,164 @@ from flashattn_triton.hopper.products import (
     write_columns,
     zero_columns,
 )
-from flashattn_triton.hopper.schedule import first_element, predecessors, store_tile
+from flashattn_triton.hopper.schedule import (
+    END,
+    WARPS,
+    allow_addition,
+    first_element,
+    load_tile,
+    next_query_tile,
+    predecessors,
+    store_tile,
+)
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
+    as_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
+    new_barriers,
     reduce_add,
+    signal_successors,
     store_or_add,
 )
 
-KEYS = gl.constexpr(128)  # of one program
+KEYS = gl.constexpr(128)  # of one tile
+K_BUFFERS = gl.constexpr(2)  # tiles of K in shared memory
+
+# ---- producer ------------------------------------------------------------------------------------
+#
+# The producer finds out which tile of keys is next, and tells consumers by a number in shared
+# memory, which is complete when the tile's K is.
+
+COPIES = gl.constexpr(8)  # of that number, because shared memory holds tensors
+
+
+@gluon.jit
+def _tell(index_smem, index):
+    """Each thread writes it, so that whoever arrives at a barrier next has written it."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
+    index_smem.store(gl.full([COPIES], index, gl.int32, LAYOUT))
+
+
+@gluon.jit
+def _told(k_full, indices, turn):
+    """Waits for K of a program's next tile: its number."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
+    buffer = turn % K_BUFFERS
+    mbarrier.wait(k_full.index(buffer), (turn // K_BUFFERS) & 1)
+    return gl.max(indices.index(buffer).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.constexpr):
+    """Loads K and V of a tile, as soon as their buffers are free."""
+    k_full, v_full, k_empty, v_empty, _, _, _ = barriers
+    k_smem, v_smem, _, _, _ = buffers
+    first_key, kv_head, _, _, q_at, k_at = tile
+    BYTES: gl.constexpr = k_smem.shape[1] * k_smem.shape[2] * 2
+    if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
+        k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
+    buffer = turn % K_BUFFERS
+    full = k_full.index(buffer)
+    mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
+    _tell(indices.index(buffer), index)
+    mbarrier.expect(full, BYTES)
+    load_tile(loads[1], k_at, kv_head, first_key, full, k_smem.index(buffer), PACKED)
+    mbarrier.wait(v_empty.index(0), (turn & 1) ^ 1)
+    mbarrier.expect(v_full.index(0), BYTES)
+    load_tile(loads[2], k_at, kv_head, first_key, v_full.index(0), v_smem.index(0), PACKED)
+
+
+@gluon.jit
+def _take_turns(
+    step, adding, program, may_add, counters_ptr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """Lets others add to a tile of dQ, and waits until consumers may add to the next one.
+
+    Consumers have given back Q of STAGES steps before, in which they added to the tile of one step
+    before that. In their next step they add to this one's. ``adding``: (counter of the tile to
+    which they added, the tile to which they are to add, and its head).
+    """
+    order_counter, tile, head = adding
+    own, walked, tiles = program
+    n_tiles, first_tile, _ = tiles
+    if step > STAGES:
+        signal_successors(order_counter, gl.to_tensor(True))
+    if step >= STAGES:
+        before = predecessors(tile, own, walked, tiles, KEYS, QUERIES, OPTIONS)
+        order_counter = counters_ptr + (1 + first_tile + head * n_tiles + tile)
+        allow_addition(may_add.index(0), order_counter, before, WARPS)
+        tile, head = next_query_tile(tile, head, walked)
+    return order_counter, tile, head
+
+
+@gluon.jit
+def _producer(
+    loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """Fetches tiles of keys one after another; for each K and V, and each step's Q and dO."""
+    k_full, k_empty, may_add = barriers[0], barriers[2], barriers[6]
+    of_queries = (None, barriers[4], barriers[5], None)
+    QUERIES: gl.constexpr = buffers[2].shape[1]
+    HEADS_PER_KV = work[0][3]
+    stop_index = number_of_tiles(N_TILES, work, OPTIONS)
+    index = gl.program_id(0)
+    step = 0  # of all tiles
+    turn = 0
+    row = 0
+    while index < stop_index:
+        program = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+        own, walked, tiles = program
+        kv_head, q_at = own[1], own[4]
+        n_tiles, first_tile = tiles[0], tiles[1]
+        tile = walked[0]
+        head = kv_head * HEADS_PER_KV
+        adding = (counters_ptr, tile, head)
+        next_index = stop_index
+        steps = walked[3] * HEADS_PER_KV
+        for of_tile in range(steps):
+            slot = step % STAGES
+            row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+            if step >= STAGES:
+                named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+            load_output_gradient(loads, of_queries, buffers, slot, q_at, head, tile, OPTIONS.packed)
+            if step >= STAGES:
+                named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+            load_queries(loads, of_queries, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+            if of_tile == 0:
+                _load_keys(loads, barriers, buffers, indices, index, own, turn, OPTIONS.packed)
+            if OPTIONS.ordered:
+                adding = _take_turns(
+                    step, adding, program, may_add, counters_ptr, QUERIES, OPTIONS
+                )  # fmt: skip
+            elif of_tile == max(steps - 2, 0):  # late, so that who ends first begins the next tile
+                next_index = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
+            tile, head = next_query_tile(tile, head, walked)
+            step += 1
+        index = next_index
+        turn += 1
+        if index >= stop_index:  # waits for the last steps
+            for i in gl.static_range(STAGES):
+                slot = step % STAGES
+                if step >= STAGES:
+                    named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+                    named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+                if i == 0:  # the last step issues the scores of a tile that nobody uses
+                    load_queries(loads, of_queries, buffers, slot, q_at, 0, 0, row, OPTIONS.packed)
+                if OPTIONS.ordered:
+                    adding = _take_turns(
+                        step, adding, program, may_add, counters_ptr, QUERIES, OPTIONS
+                    )  # fmt: skip
+                step += 1
+            if OPTIONS.ordered:  # after the steps, consumers add to the last tile
+                named_barrier_sync_at(Q_EMPTY + step % STAGES, EVERYBODY)
+                signal_successors(adding[0], gl.to_tensor(True))
+    buffer = turn % K_BUFFERS
+    mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
+    _tell(indices.index(buffer), stop_index)
+    mbarrier.arrive(k_full.index(buffer), count=1)
+
 
 # ---- consumer ------------------------------------------------------------------------------------
 
@@ -128,9 +280,10 @@ def _step(
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
-    program,  # (work, and what work_of_program returned)
-    step,
-    steps,  # in all
+    program,  # (work, and what work_of_tile returned)
+    k_buffer,
+    step,  # of all tiles
+    stop_step,
     previous,  # the previous step's tile, from the group's first one on, -1 in step 0; and its head
     diagonal,
     limits,
@@ -147,7 +300,7 @@ def _step(
 
     Returns the next tile's scores, dK and dV.
     """
-    _, q_full, do_full, may_add = barriers
+    _, _, _, _, q_full, do_full, may_add = barriers
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     _, scale_log2, tanh_scale = scales
     QUERIES: gl.constexpr = q_smem.shape[1]
@@ -164,7 +317,7 @@ def _step(
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
     opaque_zero = step >> 30
-    k_tile = k_smem.index(opaque_zero)
+    k_tile = k_smem.index(k_buffer + opaque_zero)
     own_k = k_tile.slice(CONSUMER * OWN, OWN, dim=0)
     own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     q_tile = q_smem.index(slot)
@@ -190,10 +343,10 @@ def _step(
 
     if DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
-    named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, step + k_buffer), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
-    named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
+    named_barrier_arrive_at(ds_written(CONSUMER, step + k_buffer + 1), CONSUMERS)
     # In step 0 there is no previous tile: the buffer is uninitialised, the result is not added.
     dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)
     if not DK_FIRST:
@@ -207,7 +360,7 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
-    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < stop_step)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
@@ -219,18 +372,20 @@ def _consumer(
     stores,
     barriers,
     buffers,
+    indices,
     ds_smem,
     dq_ptr,
     scales,
+    N_TILES,
     work,
     CONSUMER: gl.constexpr,
     OPTIONS: gl.constexpr,
 ):
-    """dK and dV of 64 keys, and half of each tile of dQ."""
+    """dK and dV of 64 keys of each tile, and half of each tile of dQ."""
     dk_out, dv_out, dk_strides, dv_strides, widths_div8 = stores
-    kv_full, q_full, do_full, may_add = barriers
-    k_smem, v_smem, q_smem, _, statistics_smem = buffers
-    scale, _, tanh_scale = scales
+    k_full, v_full, k_empty, v_empty, q_full, do_full, may_add = barriers
+    k_smem, q_smem, statistics_smem = buffers[0], buffers[2], buffers[4]
+    scale, tanh_scale = scales[0], scales[2]
     QUERIES: gl.constexpr = q_smem.shape[1]
     D: gl.constexpr = q_smem.shape[2]
     COLUMNS: gl.constexpr = OPTIONS.columns
@@ -239,76 +394,95 @@ def _consumer(
     # Consumers share the columns of dQ if there are 128, else its rows.
     DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
-    own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
-    program = (work, own, walked, tiles)
-    first_key, kv_head, n_keys, offset, _, k_at = own
-    first, _, _, per_head = walked
-    n_tiles, first_tile, _ = tiles
     HEADS_PER_KV = work[0][3]
-    own_key = first_key + CONSUMER * OWN
-    limits = (work[2], n_keys - own_key)
-    steps = per_head * HEADS_PER_KV
-    diagonal = first * QUERIES + offset - own_key
-    bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
-    group = first_tile + kv_head * HEADS_PER_KV * n_tiles
-    dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
-    dq_own += fragment_offsets(DQ_WIDTH, DQ)
-
-    mbarrier.wait(kv_full.index(0), 0)
-    mbarrier.wait(q_full.index(0), 0)
-    own_k = k_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    own_v = v_smem.index(0).slice(CONSUMER * OWN, OWN, dim=0)
-    s = start_scores(own_k, q_smem.index(0), statistics_smem.index(0), COLUMNS, HAS_SOFTCAP, SCORES)
-    mbarrier.wait(do_full.index(0), 0)
-    s = warpgroup_mma_wait(0, deps=(s,))
-    dk = zero_columns(OWN, D, COLUMNS)
-    dv = zero_columns(OWN, D, COLUMNS)
-    named_barrier_arrive_at(ds_written(CONSUMER, 0), CONSUMERS)
+    dq_fragments = dq_ptr + (CONSUMER * 4096 + fragment_offsets(DQ_WIDTH, DQ))
+    stop_index = number_of_tiles(N_TILES, work, OPTIONS)
     step = 0
-    previous_tile = -1
-    previous_head = 0
-    for head in range(HEADS_PER_KV):
-        for part in gl.static_range(3):
-            if has_part(part, OPTIONS):
-                for j in range(bounds[part], bounds[part + 1]):
-                    s, dk, dv = _step(
-                        barriers, buffers, ds_smem, dq_own, program, step, steps,
-                        (previous_tile, previous_head), diagonal + j * QUERIES, limits, scales, s,
-                        dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
-                    )  # fmt: skip
-                    step += 1
-                    tile = first + j
-                    if part < 2:  # behind a left edge no walk begins in the middle
-                        tile = wrapped(tile, n_tiles)
-                    previous_tile = head * n_tiles + tile
-                    previous_head = head
+    turn = 0
+    index = _told(k_full, indices, 0)
+    while index < stop_index:
+        own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+        program = (work, own, walked, tiles)
+        first_key, kv_head, n_keys, offset, k_at = own[0], own[1], own[2], own[3], own[5]
+        first, per_head = walked[0], walked[3]
+        n_tiles, first_tile = tiles[0], tiles[1]
+        own_key = first_key + CONSUMER * OWN
+        limits = (work[2], n_keys - own_key)
+        stop_step = step + per_head * HEADS_PER_KV
+        diagonal = first * QUERIES + offset - own_key
+        bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
+        group = first_tile + kv_head * HEADS_PER_KV * n_tiles
+        dq_own = dq_fragments + gl.cast(group, gl.int64) * (QUERIES * D)
 
-    named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
-    dq = start_dq(ds_smem.index((steps - 1) % DS_BUFFERS), k_smem.index(0), DQ_WIDTH, CONSUMER)
-    if OPTIONS.adds:
-        dv_rows = dv_out + first_element(dv_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
-        write_columns(dv_rows, n_keys - own_key, dv_strides[2], widths_div8, dv, True)
-    else:
-        store_columns(own_v, dv)  # the other consumer never reads this half of V
-        fence_async_shared()
-        store_tile(dv_out, k_at, kv_head, own_key, own_v, OPTIONS.packed)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    previous = (previous_tile, previous_head)
-    _add_dq(dq_own, dq, program, previous, steps - 1, may_add, QUERIES, D, OPTIONS)
-    if OPTIONS.ordered:
-        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
-    named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
-    named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
-    if OPTIONS.adds:
-        dk_rows = dk_out + first_element(dk_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
-        dk = scaled(dk, scale)
-        write_columns(dk_rows, n_keys - own_key, dk_strides[2], widths_div8, dk, True)
-    else:
-        # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
-        store_columns(own_k, scaled(dk, scale))
-        fence_async_shared()
-        store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed)
+        k_buffer = turn % K_BUFFERS
+        own_k = k_smem.index(k_buffer).slice(CONSUMER * OWN, OWN, dim=0)
+        slot = step % STAGES
+        phase = (step // STAGES) & 1
+        mbarrier.wait(q_full.index(slot), phase)
+        q_tile, statistics = q_smem.index(slot), statistics_smem.index(slot)
+        s = start_scores(own_k, q_tile, statistics, COLUMNS, HAS_SOFTCAP, SCORES)
+        mbarrier.wait(v_full.index(0), turn & 1)
+        mbarrier.wait(do_full.index(slot), phase)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        dk = zero_columns(OWN, D, COLUMNS)
+        dv = zero_columns(OWN, D, COLUMNS)
+        # dK and dV of the tile before have left their buffers.
         tma.store_wait(0)
+        mbarrier.arrive(k_empty.index((turn + 1) % K_BUFFERS), count=1, pred=turn > 0)
+        named_barrier_arrive_at(ds_written(CONSUMER, step + k_buffer), CONSUMERS)
+        previous_tile = -1
+        previous_head = 0
+        for head in range(HEADS_PER_KV):
+            for part in gl.static_range(3):
+                if has_part(part, OPTIONS):
+                    for j in range(bounds[part], bounds[part + 1]):
+                        s, dk, dv = _step(
+                            barriers, buffers, ds_smem, dq_own, program, k_buffer, step, stop_step,
+                            (previous_tile, previous_head), diagonal + j * QUERIES, limits, scales,
+                            s, dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
+                        )  # fmt: skip
+                        step += 1
+                        tile = first + j
+                        if part < 2:  # behind a left edge no walk begins in the middle
+                            tile = wrapped(tile, n_tiles)
+                        previous_tile = head * n_tiles + tile
+                        previous_head = head
+
+        mbarrier.arrive(v_empty.index(0), count=1)
+        exchanged = step + k_buffer
+        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged), CONSUMERS)
+        ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
+        dq = start_dq(ds_before, k_smem.index(k_buffer), DQ_WIDTH, CONSUMER)
+        named_barrier_arrive_at(ds_written(CONSUMER, exchanged + 1), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged + 1), CONSUMERS)
+        if OPTIONS.adds:
+            at = first_element(dv_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
+            write_columns(dv_out + at, n_keys - own_key, dv_strides[2], widths_div8, dv, True)
+        else:
+            # Of the buffers of dS one is read now, and each consumer has one of the others.
+            staged = as_tiles(ds_smem.index((step + CONSUMER) % DS_BUFFERS), OWN, D).index(0)
+            store_columns(staged, dv)
+            fence_async_shared()
+            store_tile(dv_out, k_at, kv_head, own_key, staged, OPTIONS.packed)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        previous = (previous_tile, previous_head)
+        _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
+        if OPTIONS.ordered:
+            named_barrier_arrive_at(Q_EMPTY + step % STAGES, EVERYBODY)
+        named_barrier_arrive_at(ds_written(CONSUMER, exchanged + 2), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged + 2), CONSUMERS)
+        if OPTIONS.adds:
+            at = first_element(dk_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
+            dk = scaled(dk, scale)
+            write_columns(dk_out + at, n_keys - own_key, dk_strides[2], widths_div8, dk, True)
+        else:
+            # dK replaces this half of K, which the other consumer's dQ read until it arrived above.
+            store_columns(own_k, scaled(dk, scale))
+            fence_async_shared()
+            store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed)
+        turn += 1
+        index = _told(k_full, indices, turn)
+    tma.store_wait(0)
 
 
 # ---- kernel --------------------------------------------------------------------------------------
@@ -318,7 +492,7 @@ def _consumer(
     do_not_specialize=[
         *UNSPECIALIZED,
         *("stride_dkb", "stride_dkh", "stride_dkk", "stride_dvb", "stride_dvh", "stride_dvk"),
-        "D_DIV8",
+        *("D_DIV8", "N_TILES"),
     ]
 )
 def hopper_backward_kernel(
@@ -331,9 +505,10 @@ def hopper_backward_kernel(
     dk_out,  # (B, G, N_k, D), tiles of (OWN, D); a pointer to fp32 sums if ``adds``
     dv_out,
     key_tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
-    order_counters_ptr,  # (B · H · tiles,) int32, zeros, if ``ordered``, else None
+    counters_ptr,  # int32, zeros: tiles taken from others; if ``ordered``, (B · H · tiles,) follow
     N_QUERIES,
     N_KEYS,
+    N_TILES,  # of keys, of all heads; if ``packed``, at most
     N_KV_HEADS,
     HEADS_PER_KV,
     offset,
@@ -350,16 +525,26 @@ def hopper_backward_kernel(
     D_DIV8,  # D / 8, likewise
     OPTIONS: gl.constexpr,  # backward_common.BackwardOptions
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: key tiles · B · G.
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or if ``ordered`` ``N_TILES``.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
-    ``band``: how many keys before that one a query sees, if ``has_left``. If ``packed``, there are
-    at most as many tiles as programs.
+    ``band``: how many keys before that one a query sees, if ``has_left``.
     """
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
-    buffers = allocate_buffers(loads)
+    buffers = allocate_buffers(loads, 1, K_BUFFERS)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, q_desc.block_shape[-2])
-    barriers = allocate_barriers(1 if OPTIONS.ordered else 0)
+    INDICES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    indices = gl.allocate_shared_memory(gl.int32, [K_BUFFERS, COPIES], INDICES)
+    k_full = new_barriers(K_BUFFERS, 1)
+    v_full = new_barriers(1, 1)
+    k_empty = new_barriers(K_BUFFERS, 2)
+    v_empty = new_barriers(1, 2)
+    q_full = new_barriers(STAGES, 1)
+    do_full = new_barriers(STAGES, 1)
+    may_add = q_full  # of no use
+    if OPTIONS.ordered:
+        may_add = new_barriers(1, 1)
+    barriers = (k_full, v_full, k_empty, v_empty, q_full, do_full, may_add)
     dk_strides = (stride_dkb, stride_dkh, stride_dkk)
     dv_strides = (stride_dvb, stride_dvh, stride_dvk)
     stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)
@@ -367,9 +552,12 @@ def hopper_backward_kernel(
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
-    if has_work(work, OPTIONS):
-        gl.warp_specialize([
-            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS, True)),
-            (_consumer, (stores, barriers, buffers, ds_smem, dq_ptr, scales, work, 0, OPTIONS)),
-            (_consumer, (stores, barriers, buffers, ds_smem, dq_ptr, scales, work, 1, OPTIONS)),
-        ], [4, 4], [240, 240])  # fmt: skip
+    gl.warp_specialize([
+        (_producer, (loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS)),
+        (_consumer, (
+            stores, barriers, buffers, indices, ds_smem, dq_ptr, scales, N_TILES, work, 0, OPTIONS,
+        )),
+        (_consumer, (
+            stores, barriers, buffers, indices, ds_smem, dq_ptr, scales, N_TILES, work, 1, OPTIONS,
+        )),
+    ], [4, 4], [240, 240])  # fmt: skip

@@ -56,7 +56,7 @@ from flashattn_triton.hopper.backward_common import (
 )
 from flashattn_triton.hopper.backward_kernel import KEYS
 from flashattn_triton.hopper.products import zero_accumulator
-from flashattn_triton.hopper.schedule import key_tile_of_program, store_tile
+from flashattn_triton.hopper.schedule import key_tile_at, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
@@ -363,7 +363,9 @@ def _consumer(
         HEADS_PER_KV,
         first_offset,
     )
-    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_of_program(sizes, tiles_ptr, KEYS, OPTIONS)
+    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_at(
+        gl.program_id(0), gl.num_programs(0), sizes, tiles_ptr, KEYS, OPTIONS
+    )
     own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
@@ -431,7 +433,7 @@ def wide_backward_kernel(
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS, False)),
+            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS)),
             (_consumer, (
                 stores, barriers, buffers, ds_smem, dq_ptr, order_counters_ptr, scales, work, 0,
                 OPTIONS,

@@ -225,7 +225,7 @@ def key_pass_kernel(
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (producer, (loads, barriers, buffers, key_tiles_ptr, work, OPTIONS, False)),
+            (producer, (loads, barriers, buffers, key_tiles_ptr, work, OPTIONS)),
             (_value_consumer, (dv_out, barriers, buffers, p_smem, scales, work, OPTIONS)),
             (_key_consumer, (dk_out, barriers, buffers, p_smem, scales, work, OPTIONS)),
         ], [4, 4], [240, 240])  # fmt: skip

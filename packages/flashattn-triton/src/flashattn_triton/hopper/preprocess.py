@@ -82,7 +82,7 @@ def preprocess_kernel(
     dL_ptr,  # (B, H, N_q) fp32, or None
     statistics_ptr,  # (B, H, N_PADDED, 2, 8) bf16: parts of -L / scale, and of -delta
     dq_ptr,  # (B, H, N_PADDED, SUM_PARTS · SUM_WIDTH) fp32; None without parts
-    order_counters_ptr,  # (B, H, N_PADDED / QUERIES) int32, or None
+    counters_ptr,  # int32 that become 0: one, and if ORDERED one for each QUERIES padded rows
     tiles_ptr,  # the table of schedule.packed_tiles_kernel, of queries, if PACKED, else None
     stride_ob,  # of O, dO and dQ in units of 8 elements, so that rows are known to be aligned
     stride_oh,
@@ -107,7 +107,8 @@ def preprocess_kernel(
     SUM_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
-    ZEROS: tl.constexpr,  # programs of the main kernel only add, and do not store first
+    ORDERED: tl.constexpr,  # programs of the main kernel add in a fixed order
+    ZEROS: tl.constexpr,  # they only add, and do not store first
     KEYS: tl.constexpr,  # of a program of the main kernel
     IS_CAUSAL: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -116,10 +117,10 @@ def preprocess_kernel(
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """What the main kernel reads of L, O and dL, and zeros where it adds. Grid: tiles · B · H.
+    """What the main kernel reads of L, O and dL, and zeros where it adds and counts.
 
-    Programs of the main kernel that add in a fixed order count additions to each tile of QUERIES
-    rows. Unless ZEROS, they are written only to tiles to which no program comes.
+    Unless ZEROS, the sum becomes zero only in tiles of QUERIES rows to which no program comes.
+    Grid: tiles · B · H.
     """
     if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
@@ -156,9 +157,10 @@ def preprocess_kernel(
     _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
     tile = first_row // QUERIES
-    if order_counters_ptr is not None:
-        if first_row % QUERIES == 0:
-            tl.store(order_counters_ptr + first_padded // QUERIES + tile, 0)
+    if tl.program_id(0) == 0:
+        tl.store(counters_ptr, 0)
+    if ORDERED and first_row % QUERIES == 0:
+        tl.store(counters_ptr + 1 + first_padded // QUERIES + tile, 0)
     zeroed = ZEROS
     if not ZEROS:
         if PACKED:

@@ -292,7 +292,7 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
 
 
 @gluon.jit
-def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
+def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of KEYS keys: (first key, key head, queries, keys, offset, q_at, k_at, sequence).
 
     Queries, keys and offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for
@@ -302,15 +302,14 @@ def key_tile_of_program(sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.conste
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if OPTIONS.packed:
         first_tile, end_q, n_queries, end_k, n_keys, _, _, sequence = entry_of_tile(
-            tiles_ptr, gl.program_id(0) // N_KV_HEADS
+            tiles_ptr, index // N_KV_HEADS
         )
         n_tiles = max(gl.cdiv(n_keys, KEYS), 1)
-        index = gl.program_id(0) - first_tile * N_KV_HEADS
+        index -= first_tile * N_KV_HEADS
         n_heads = N_KV_HEADS
     else:
         n_tiles = gl.cdiv(N_KEYS, KEYS)
-        index = gl.program_id(0)
-        n_heads = gl.num_programs(0) // n_tiles
+        n_heads = n_tiles_of_all // n_tiles
     if OPTIONS.at_once > 0:
         # The last heads come together, their shortest tiles last, when other programs end: 3 %.
         together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)

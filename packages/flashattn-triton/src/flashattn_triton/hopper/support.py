@@ -8,11 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.triton_versions import rounds_in_pairs, tma_copies
+from flashattn_triton.triton_versions import rounds_in_pairs, tma_copies, views_are_public
 
 # A tile from global to shared memory, and back.
 tma_load, tma_store = tma_copies()
 ROUNDS_IN_PAIRS = gl.constexpr(rounds_in_pairs())
+VIEWS_ARE_PUBLIC = gl.constexpr(views_are_public())
 # Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
 FIRST_NAMED_BARRIER = gl.constexpr(8)
 
@@ -22,6 +23,18 @@ def allocate_tiles(DTYPE: gl.constexpr, N: gl.constexpr, ROWS: gl.constexpr, COL
     """Shared memory of N tiles, which the TMA and products read."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], DTYPE)
     return gl.allocate_shared_memory(DTYPE, [N, ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def as_tiles(buffer, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The same shared memory as tiles of (ROWS, COLUMNS), for other contents."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], buffer.dtype)
+    N: gl.constexpr = buffer.shape[0] * buffer.shape[1] // (ROWS * COLUMNS)
+    if VIEWS_ARE_PUBLIC:
+        tiles = buffer.reinterpret(buffer.dtype, [N, ROWS, COLUMNS], LAYOUT)
+    else:
+        tiles = buffer._reinterpret(buffer.dtype, [N, ROWS, COLUMNS], LAYOUT)
+    return tiles
 
 
 @gluon.jit
