@@ -6,6 +6,9 @@ Rows are padded to whole tiles (N_PADDED of a head), so that the main kernel's l
 Rows past the end have an L that makes P zero. Of packed sequences, each is padded to whole tiles of
 QUERIES rows; N_QUERIES then counts the tokens of all. Legend as in ``backward_kernel``; WIDTH is
 that of tiles. The sum of dQ has SUM_PARTS of columns; only of wide heads is that more than one.
+
+Programs take the last rows first: the L2 cache still holds what the kernel before wrote last, and
+what the one after reads first.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ def _store_parts(pointers, x):
 
 
 @triton.jit
+def _index():
+    """Of this program in the order of rows."""
+    return tl.num_programs(0) - 1 - tl.program_id(0)
+
+
+@triton.jit
 def _rows_of_program(
     tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED: tl.constexpr, FIELDS: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr,
@@ -47,7 +56,7 @@ def _rows_of_program(
     """
     if PACKED:
         programs_of_tile = QUERIES // ROWS
-        index = tl.program_id(0) // programs_of_tile
+        index = _index() // programs_of_tile
         entry = tiles_ptr + (1 + index // N_HEADS) * FIELDS
         n_rows = tl.load(entry + 2)
         first_token = tl.load(entry + 1) - n_rows
@@ -55,13 +64,13 @@ def _rows_of_program(
         n_tiles = tl.maximum(tl.cdiv(n_rows, QUERIES), 1)
         first_tile = (first_token // QUERIES + tl.load(entry + 7)) * N_HEADS + head * n_tiles
         first_row = (index // N_HEADS - tl.load(entry)) * QUERIES
-        first_row += (tl.program_id(0) % programs_of_tile) * ROWS
+        first_row += (_index() % programs_of_tile) * ROWS
         head = head.to(tl.int64)
         rows = (0, head, head, first_row, n_rows, first_token, first_tile.to(tl.int64) * QUERIES)
     else:
         n_tiles = N_PADDED // ROWS
-        first_row = (tl.program_id(0) % n_tiles) * ROWS
-        head = (tl.program_id(0) // n_tiles).to(tl.int64)
+        first_row = (_index() % n_tiles) * ROWS
+        head = (_index() // n_tiles).to(tl.int64)
         b, h = head // N_HEADS, head % N_HEADS
         rows = (b, h, head, first_row, N_QUERIES, 0, head * N_PADDED)
     return rows
@@ -122,7 +131,7 @@ def preprocess_kernel(
     Unless ZEROS, the sum becomes zero only in tiles of QUERIES rows to which no program comes.
     Grid: tiles · B · H.
     """
-    if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+    if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, head, first_row, n_rows, first_token, first_padded = _rows_of_program(
         tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED, FIELDS, QUERIES, ROWS
@@ -164,7 +173,7 @@ def preprocess_kernel(
     zeroed = ZEROS
     if not ZEROS:
         if PACKED:
-            tile_of_all = tl.program_id(0) // (QUERIES // ROWS) // N_HEADS
+            tile_of_all = _index() // (QUERIES // ROWS) // N_HEADS
             N_KEYS = tl.load(tiles_ptr + (1 + tile_of_all) * FIELDS + 4)
             if BOTTOM_RIGHT:
                 offset += N_KEYS - n_rows
@@ -213,7 +222,7 @@ def postprocess_kernel(
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
     """
-    if PACKED and tl.program_id(0) >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
+    if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, _, first_row, n_rows, first_token, first_padded = _rows_of_program(
         tiles_ptr, N_QUERIES, N_PADDED, N_HEADS, PACKED, FIELDS, QUERIES, ROWS
