@@ -151,3 +151,25 @@ def test_zeros_only_where_no_program_stores(
     stored = dq.reshape(4, 128, 64)
     assert stored.isnan().flatten(1).all(1).tolist() == list(seen)
     assert not stored[~torch.tensor(seen)].any()
+
+
+def test_counters_become_zero_where_programs_have_no_tile() -> None:
+    """Of packed sequences there are more programs than tiles."""
+    x = torch.randn(1, 1, 70, 64).half().to(DEVICE)
+    lse = torch.randn(1, 1, 70, device=DEVICE)
+    parts = torch.empty(3 * 128, 16, dtype=torch.bfloat16, device=DEVICE)
+    counters = torch.full((4,), 7, dtype=torch.int32, device=DEVICE)
+    dq = torch.full((3 * 128, 64), math.nan, device=DEVICE)
+    table = torch.zeros(4, 8, dtype=torch.int32)
+    table[0, 0] = 1
+    table[1] = torch.tensor([0, 70, 70, 70, 70, 1, 0, 0])
+    flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
+    flags |= {"SUM_WIDTH": 64, "ORDERED": True, "ZEROS": True, "KEYS": 128, "IS_CAUSAL": False}
+    flags |= {"HAS_LEFT": False, "BOTTOM_RIGHT": False, "PACKED": True, "FIELDS": 8, "QUERIES": 128}
+    preprocess_kernel[(3 * 128 // ROWS,)](
+        x, x, lse, None, parts, dq, counters, table.to(DEVICE), *strides_div8(x), *strides_div8(x),
+        0, 0, 0, 70, 3 * 128, 1, 70, 0, 0, 8, -8.0, **flags,
+    )  # fmt: skip
+    assert counters.tolist() == [0, 0, 7, 7]
+    assert not dq[:128].any()
+    assert dq[128:].isnan().all()

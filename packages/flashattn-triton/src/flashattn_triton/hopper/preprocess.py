@@ -131,6 +131,8 @@ def preprocess_kernel(
     Unless ZEROS, the sum becomes zero only in tiles of QUERIES rows to which no program comes.
     Grid: tiles · B · H.
     """
+    if tl.program_id(0) == 0:
+        tl.store(counters_ptr, 0)
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, head, first_row, n_rows, first_token, first_padded = _rows_of_program(
@@ -166,8 +168,6 @@ def preprocess_kernel(
     _store_parts(parts, tl.where(is_infinite, far, logsumexp * factor))
     _store_parts(parts + 8, tl.where(is_infinite, 0.0, -delta))
     tile = first_row // QUERIES
-    if tl.program_id(0) == 0:
-        tl.store(counters_ptr, 0)
     if ORDERED and first_row % QUERIES == 0:
         tl.store(counters_ptr + 1 + first_padded // QUERIES + tile, 0)
     zeroed = ZEROS
