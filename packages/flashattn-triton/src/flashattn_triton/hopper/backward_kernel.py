@@ -96,6 +96,7 @@ from flashattn_triton.hopper.schedule import (
     WARPS,
     allow_addition,
     first_element,
+    key_tile_at,
     load_tile,
     next_query_tile,
     predecessors,
@@ -121,22 +122,23 @@ K_BUFFERS = gl.constexpr(2)  # tiles of K in shared memory
 # The producer finds out which tile of keys is next, and tells consumers by a number in shared
 # memory, which is complete when the tile's K is.
 
-COPIES = gl.constexpr(8)  # of that number, because shared memory holds tensors
+COPIES = gl.constexpr(32)  # of that number, one for each lane, because shared memory holds tensors
 
 
 @gluon.jit
-def _tell(index_smem, index):
+def _tell(indices, buffer, index):
     """Each thread writes it, so that whoever arrives at a barrier next has written it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
-    index_smem.store(gl.full([COPIES], index, gl.int32, LAYOUT))
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    indices.index(buffer).store(gl.full([COPIES], index, gl.int32, LAYOUT))
 
 
 @gluon.jit
-def _told(k_full, indices, turn):
-    """Waits for K of a program's next tile: its number."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
-    buffer = turn % K_BUFFERS
-    mbarrier.wait(k_full.index(buffer), (turn // K_BUFFERS) & 1)
+def _told(indices, buffer):
+    """The number of the tile whose K is in a buffer.
+
+    A reduction over the lanes of a warp, after which the compiler knows that all have the same.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(indices.index(buffer).load(LAYOUT), 0)
 
 
@@ -152,7 +154,7 @@ def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.
     buffer = turn % K_BUFFERS
     full = k_full.index(buffer)
     mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
-    _tell(indices.index(buffer), index)
+    _tell(indices, buffer, index)
     mbarrier.expect(full, BYTES)
     load_tile(loads[1], k_at, kv_head, first_key, full, k_smem.index(buffer), PACKED)
     mbarrier.wait(v_empty.index(0), (turn & 1) ^ 1)
@@ -246,7 +248,7 @@ def _producer(
                 signal_successors(adding[0], gl.to_tensor(True))
     buffer = turn % K_BUFFERS
     mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
-    _tell(indices.index(buffer), stop_index)
+    _tell(indices, buffer, stop_index)
     mbarrier.arrive(k_full.index(buffer), count=1)
 
 
@@ -395,11 +397,11 @@ def _consumer(
     DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     HEADS_PER_KV = work[0][3]
-    dq_fragments = dq_ptr + (CONSUMER * 4096 + fragment_offsets(DQ_WIDTH, DQ))
     stop_index = number_of_tiles(N_TILES, work, OPTIONS)
     step = 0
     turn = 0
-    index = _told(k_full, indices, 0)
+    mbarrier.wait(k_full.index(0), 0)
+    index = _told(indices, 0)
     while index < stop_index:
         own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
         program = (work, own, walked, tiles)
@@ -412,7 +414,8 @@ def _consumer(
         diagonal = first * QUERIES + offset - own_key
         bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
         group = first_tile + kv_head * HEADS_PER_KV * n_tiles
-        dq_own = dq_fragments + gl.cast(group, gl.int64) * (QUERIES * D)
+        dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
+        dq_own += fragment_offsets(DQ_WIDTH, DQ)
 
         k_buffer = turn % K_BUFFERS
         own_k = k_smem.index(k_buffer).slice(CONSUMER * OWN, OWN, dim=0)
@@ -449,6 +452,12 @@ def _consumer(
                         previous_head = head
 
         mbarrier.arrive(v_empty.index(0), count=1)
+        # Once more, because uniform registers are few: kept over the steps, these would push others
+        # into vector registers, of which there are too few.
+        again = key_tile_at(
+            _told(indices, turn % K_BUFFERS), stop_index, work[0], work[1], KEYS, OPTIONS
+        )
+        own_key, kv_head, n_keys, k_at = again[0] + CONSUMER * OWN, again[1], again[3], again[6]
         exchanged = step + k_buffer
         named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged), CONSUMERS)
         ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
@@ -481,7 +490,8 @@ def _consumer(
             fence_async_shared()
             store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed)
         turn += 1
-        index = _told(k_full, indices, turn)
+        mbarrier.wait(k_full.index(turn % K_BUFFERS), (turn // K_BUFFERS) & 1)
+        index = _told(indices, turn % K_BUFFERS)
     tma.store_wait(0)
 
 
