@@ -117,6 +117,13 @@ from flashattn_triton.hopper.support import (
 KEYS = gl.constexpr(128)  # of one tile
 K_BUFFERS = gl.constexpr(2)  # tiles of K in shared memory
 
+
+@gluon.jit
+def slot_and_phase(n):
+    """Of two slots, the n-th tile's, and the phase of its barrier. Divisions take registers."""
+    return n & 1, (n >> 1) & 1
+
+
 # ---- producer ------------------------------------------------------------------------------------
 #
 # The producer finds out which tile of keys is next, and tells consumers by a number in shared
@@ -151,9 +158,9 @@ def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.
     BYTES: gl.constexpr = k_smem.shape[1] * k_smem.shape[2] * 2
     if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
         k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
-    buffer = turn % K_BUFFERS
+    buffer, phase = slot_and_phase(turn)
     full = k_full.index(buffer)
-    mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
+    mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, index)
     mbarrier.expect(full, BYTES)
     load_tile(loads[1], k_at, kv_head, first_key, full, k_smem.index(buffer), PACKED)
@@ -210,7 +217,7 @@ def _producer(
         next_index = stop_index
         steps = walked[3] * HEADS_PER_KV
         for of_tile in range(steps):
-            slot = step % STAGES
+            slot, _phase = slot_and_phase(step)
             row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
             if step >= STAGES:
                 named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -232,11 +239,14 @@ def _producer(
         turn += 1
         if index >= stop_index:  # waits for the last steps
             for i in gl.static_range(STAGES):
-                slot = step % STAGES
+                slot, _phase = slot_and_phase(step)
                 if step >= STAGES:
                     named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
                     named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-                if i == 0:  # the last step issues the scores of a tile that nobody uses
+                if i == 0:  # the last step waits for a tile that nobody uses
+                    load_output_gradient(
+                        loads, of_queries, buffers, slot, q_at, 0, 0, OPTIONS.packed
+                    )
                     load_queries(loads, of_queries, buffers, slot, q_at, 0, 0, row, OPTIONS.packed)
                 if OPTIONS.ordered:
                     adding = _take_turns(
@@ -244,10 +254,10 @@ def _producer(
                     )  # fmt: skip
                 step += 1
             if OPTIONS.ordered:  # after the steps, consumers add to the last tile
-                named_barrier_sync_at(Q_EMPTY + step % STAGES, EVERYBODY)
+                named_barrier_sync_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
                 signal_successors(adding[0], gl.to_tensor(True))
-    buffer = turn % K_BUFFERS
-    mbarrier.wait(k_empty.index(buffer), ((turn // K_BUFFERS) & 1) ^ 1)
+    buffer, phase = slot_and_phase(turn)
+    mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, stop_index)
     mbarrier.arrive(k_full.index(buffer), count=1)
 
@@ -285,7 +295,6 @@ def _step(
     program,  # (work, and what work_of_tile returned)
     k_buffer,
     step,  # of all tiles
-    stop_step,
     previous,  # the previous step's tile, from the group's first one on, -1 in step 0; and its head
     diagonal,
     limits,
@@ -313,9 +322,8 @@ def _step(
     SUMS: gl.constexpr = dk[0].type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     DK_FIRST: gl.constexpr = D == 128  # its products run while dS is exchanged; by measurement
-    slot = step % STAGES
-    next_slot = (step + 1) % STAGES
-    next_phase = ((step + 1) // STAGES) & 1
+    slot, _ = slot_and_phase(step)
+    next_slot, next_phase = slot_and_phase(step + 1)
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
     opaque_zero = step >> 30
@@ -345,10 +353,10 @@ def _step(
 
     if DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
-    named_barrier_sync_at(ds_written(1 - CONSUMER, step + k_buffer), CONSUMERS)
+    named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
-    named_barrier_arrive_at(ds_written(CONSUMER, step + k_buffer + 1), CONSUMERS)
+    named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
     # In step 0 there is no previous tile: the buffer is uninitialised, the result is not added.
     dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)
     if not DK_FIRST:
@@ -362,7 +370,7 @@ def _step(
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
     _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
-    mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < stop_step)
+    mbarrier.wait(do_full.index(next_slot), next_phase)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
@@ -410,17 +418,15 @@ def _consumer(
         n_tiles, first_tile = tiles[0], tiles[1]
         own_key = first_key + CONSUMER * OWN
         limits = (work[2], n_keys - own_key)
-        stop_step = step + per_head * HEADS_PER_KV
         diagonal = first * QUERIES + offset - own_key
         bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
         group = first_tile + kv_head * HEADS_PER_KV * n_tiles
         dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
         dq_own += fragment_offsets(DQ_WIDTH, DQ)
 
-        k_buffer = turn % K_BUFFERS
+        k_buffer = turn & 1
         own_k = k_smem.index(k_buffer).slice(CONSUMER * OWN, OWN, dim=0)
-        slot = step % STAGES
-        phase = (step // STAGES) & 1
+        slot, phase = slot_and_phase(step)
         mbarrier.wait(q_full.index(slot), phase)
         q_tile, statistics = q_smem.index(slot), statistics_smem.index(slot)
         s = start_scores(own_k, q_tile, statistics, COLUMNS, HAS_SOFTCAP, SCORES)
@@ -431,8 +437,8 @@ def _consumer(
         dv = zero_columns(OWN, D, COLUMNS)
         # dK and dV of the tile before have left their buffers.
         tma.store_wait(0)
-        mbarrier.arrive(k_empty.index((turn + 1) % K_BUFFERS), count=1, pred=turn > 0)
-        named_barrier_arrive_at(ds_written(CONSUMER, step + k_buffer), CONSUMERS)
+        mbarrier.arrive(k_empty.index((turn + 1) & 1), count=1, pred=turn > 0)
+        named_barrier_arrive_at(ds_written(CONSUMER, step), CONSUMERS)
         previous_tile = -1
         previous_head = 0
         for head in range(HEADS_PER_KV):
@@ -440,7 +446,7 @@ def _consumer(
                 if has_part(part, OPTIONS):
                     for j in range(bounds[part], bounds[part + 1]):
                         s, dk, dv = _step(
-                            barriers, buffers, ds_smem, dq_own, program, k_buffer, step, stop_step,
+                            barriers, buffers, ds_smem, dq_own, program, k_buffer, step,
                             (previous_tile, previous_head), diagonal + j * QUERIES, limits, scales,
                             s, dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
                         )  # fmt: skip
@@ -452,18 +458,16 @@ def _consumer(
                         previous_head = head
 
         mbarrier.arrive(v_empty.index(0), count=1)
-        # Once more, because uniform registers are few: kept over the steps, these would push others
-        # into vector registers, of which there are too few.
-        again = key_tile_at(
-            _told(indices, turn % K_BUFFERS), stop_index, work[0], work[1], KEYS, OPTIONS
-        )
+        # Once more, with a number that the compiler takes for another one, as uniform registers are
+        # few: kept over the steps, these would push others into vector registers.
+        index = _told(indices, (turn + (step >> 30)) & 1)
+        again = key_tile_at(index, stop_index, work[0], work[1], KEYS, OPTIONS)
         own_key, kv_head, n_keys, k_at = again[0] + CONSUMER * OWN, again[1], again[3], again[6]
-        exchanged = step + k_buffer
-        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
         ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
         dq = start_dq(ds_before, k_smem.index(k_buffer), DQ_WIDTH, CONSUMER)
-        named_barrier_arrive_at(ds_written(CONSUMER, exchanged + 1), CONSUMERS)
-        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged + 1), CONSUMERS)
+        named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, step + 1), CONSUMERS)
         if OPTIONS.adds:
             at = first_element(dv_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
             write_columns(dv_out + at, n_keys - own_key, dv_strides[2], widths_div8, dv, True)
@@ -477,9 +481,9 @@ def _consumer(
         previous = (previous_tile, previous_head)
         _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
         if OPTIONS.ordered:
-            named_barrier_arrive_at(Q_EMPTY + step % STAGES, EVERYBODY)
-        named_barrier_arrive_at(ds_written(CONSUMER, exchanged + 2), CONSUMERS)
-        named_barrier_sync_at(ds_written(1 - CONSUMER, exchanged + 2), CONSUMERS)
+            named_barrier_arrive_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
+        named_barrier_arrive_at(ds_written(CONSUMER, step + 2), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, step + 2), CONSUMERS)
         if OPTIONS.adds:
             at = first_element(dk_strides, k_at, kv_head, n_keys, own_key, OPTIONS.packed)
             dk = scaled(dk, scale)
@@ -489,9 +493,13 @@ def _consumer(
             store_columns(own_k, scaled(dk, scale))
             fence_async_shared()
             store_tile(dk_out, k_at, kv_head, own_key, own_k, OPTIONS.packed)
+        # Once more, so that the next tile's first step has the barrier that its number says.
+        named_barrier_arrive_at(ds_written(CONSUMER, step + 3), CONSUMERS)
+        named_barrier_sync_at(ds_written(1 - CONSUMER, step + 3), CONSUMERS)
         turn += 1
-        mbarrier.wait(k_full.index(turn % K_BUFFERS), (turn // K_BUFFERS) & 1)
-        index = _told(indices, turn % K_BUFFERS)
+        next_buffer, next_phase = slot_and_phase(turn)
+        mbarrier.wait(k_full.index(next_buffer), next_phase)
+        index = _told(indices, next_buffer)
     tma.store_wait(0)
 
 
