@@ -134,8 +134,8 @@ COPIES = gl.constexpr(32)  # of that number, one for each lane, because shared m
 
 @gluon.jit
 def _tell(indices, buffer, index):
-    """Each thread writes it, so that whoever arrives at a barrier next has written it."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    """Each thread writes all copies, so that whoever arrives at a barrier next has written them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
     indices.index(buffer).store(gl.full([COPIES], index, gl.int32, LAYOUT))
 
 

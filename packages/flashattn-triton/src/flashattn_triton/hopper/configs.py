@@ -112,9 +112,9 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
-    (64, True): BackwardConfig(queries=128, spills=168),
-    (64, False): BackwardConfig(queries=128, spills=68),
-    (128, True): BackwardConfig(queries=64, spills=180),
+    (64, True): BackwardConfig(queries=128, spills=80),
+    (64, False): BackwardConfig(queries=128, spills=48),
+    (128, True): BackwardConfig(queries=64, spills=112),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
     (192, True): BackwardConfig(queries=64, spills=716),
@@ -130,8 +130,8 @@ FORWARD_WINDOW = {
     256: replace(_WIDE, rounds=2, spills=216),
 }
 BACKWARD_WINDOW = {
-    64: BackwardConfig(queries=128, spills=936),
-    128: BackwardConfig(queries=64, spills=256),
+    64: BackwardConfig(queries=128, spills=140),
+    128: BackwardConfig(queries=64, spills=164),
     192: BackwardConfig(queries=64, spills=1432),
     256: BackwardConfig(queries=128, spills=0, keys=64),
 }
