@@ -491,14 +491,6 @@ class Machine:
             for addresses, elements in _groups(pointers, x):
                 pointers.memory[addresses] = elements
 
-    def load_fours(self, pointers: Pointer, condition: bool) -> Tensor:
-        self.pause()
-        found = np.zeros(pointers.offsets.shape)
-        if condition:
-            for addresses, elements in _groups(pointers, Tensor(found)):
-                elements[:] = pointers.memory[addresses]
-        return Tensor(found)
-
     def atomic_add(self, pointer: Pointer, x: int) -> Integer:
         self.pause()
         with self.grid.addition:
@@ -650,7 +642,6 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
         "store_or_add": machine.store_or_add,
-        "load_fours": machine.load_fours,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
         "wait_until_written": lambda: machine.store_wait(0),

@@ -128,7 +128,7 @@ class HopperBackwardCall:
         two_passes = config.two_passes
         step = TILE.value if two_passes else queries
         ordered = problem.deterministic and not two_passes
-        # Programs compute tiles one after another, and of dQ the first one stores, if ordered.
+        # Programs go from tile to tile of keys; if ordered, they have one each.
         persistent = kernel is hopper_backward_kernel
         self.tiles: PackedTiles | None = None
         if not packed:
@@ -163,6 +163,7 @@ class HopperBackwardCall:
 
         fp32 = torch.float32
         left, right = problem.band
+        stores = ordered and persistent  # the first program that comes to a tile of dQ
         self.preprocess = hopper_launch(
             preprocess_kernel,
             programs[0],
@@ -189,15 +190,14 @@ class HopperBackwardCall:
                 **shape,
                 "WIDTH": values,
                 "NARROW": value_dim < values,
-                "SUM_PARTS": sum_parts,
                 "SUM_WIDTH": sum_width,
                 "HAS_DL": has_dl,
                 "ORDERED": ordered,
-                "ZEROS": not (ordered and persistent),
+                "ZEROS": not stores,
                 "KEYS": keys,
-                "IS_CAUSAL": right is not None,
-                "HAS_LEFT": left is not None,
-                "BOTTOM_RIGHT": packed and problem.bottom_right,
+                "IS_CAUSAL": stores and right is not None,
+                "HAS_LEFT": stores and left is not None,
+                "BOTTOM_RIGHT": stores and packed and problem.bottom_right,
             },
         )
         dk_out: Parameter = fp32

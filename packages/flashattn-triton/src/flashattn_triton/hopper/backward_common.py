@@ -8,6 +8,7 @@ heads that share it. Functions pass on what belongs together as tuples:
     loads       descriptors of Q, K, V, dO and the statistics
     buffers     shared memory of K, V, Q, dO and the statistics, tiles first
     barriers    the TMA has loaded K and V; a tile of Q; a tile of dO; consumers may add to dQ
+                (``backward_kernel`` has more)
     work        (sizes of the problem, table of a packed batch, band), see :func:`work_of_program`
 
 Legend as in ``backward_kernel``.
@@ -103,7 +104,7 @@ class BackwardOptions:
 
 @gluon.jit
 def allocate_buffers(loads, PARTS: gl.constexpr = 1, K_BUFFERS: gl.constexpr = 1):
-    """Shared memory of what descriptors load; Q and K in so many parts."""
+    """Shared memory of what descriptors load; Q and K in so many parts, and K so often."""
     q_desc, k_desc, v_desc, do_desc, statistics_desc = loads
     DTYPE: gl.constexpr = q_desc.dtype
     KEYS: gl.constexpr = k_desc.block_shape[-2]
@@ -228,13 +229,21 @@ def has_part(part, options):
 
 
 @gluon.jit
+def keys_to_read(tile, PACKED: gl.constexpr):
+    """``k_at`` of a ``tile`` that :func:`work_of_tile` returned first, for loads."""
+    _, _, _, _, q_at, k_at = tile
+    if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
+        k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
+    return k_at
+
+
+@gluon.jit
 def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
     """Loads K and V of a program's ``tile``, which :func:`work_of_program` returned first."""
     _, k_desc, v_desc, _, _ = loads
     k_smem, v_smem, _, _, _ = buffers
-    first_key, kv_head, _, _, q_at, k_at = tile
-    if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
-        k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
+    first_key, kv_head, _, _, _, _ = tile
+    k_at = keys_to_read(tile, PACKED)
     PARTS: gl.constexpr = k_smem.shape[0]
     PART: gl.constexpr = k_smem.shape[2]
     BYTES: gl.constexpr = k_smem.shape[1] * (PARTS * PART + v_smem.shape[2]) * 2
@@ -247,13 +256,13 @@ def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(loads, barriers, buffers, slot, at, head, tile, row, PACKED: gl.constexpr):
+def load_queries(loads, q_full, buffers, slot, at, head, tile, row, PACKED: gl.constexpr):
     """Loads a tile of Q, with the statistics that begin at ``row``."""
     _, _, q_smem, _, statistics_smem = buffers
     PARTS: gl.constexpr = q_smem.shape[0] // STAGES
     QUERIES: gl.constexpr = q_smem.shape[1]
     PART: gl.constexpr = q_smem.shape[2]
-    full = barriers[1].index(slot)
+    full = q_full.index(slot)
     mbarrier.expect(full, QUERIES * (PARTS * PART + STATISTICS) * 2)
     for part in gl.static_range(PARTS):
         q_part = q_smem.index(slot * PARTS + part)
@@ -262,11 +271,11 @@ def load_queries(loads, barriers, buffers, slot, at, head, tile, row, PACKED: gl
 
 
 @gluon.jit
-def load_output_gradient(loads, barriers, buffers, slot, at, head, tile, PACKED: gl.constexpr):
+def load_output_gradient(loads, do_full, buffers, slot, at, head, tile, PACKED: gl.constexpr):
     """Loads a tile of dO."""
     do_smem = buffers[3]
     QUERIES: gl.constexpr = do_smem.shape[1]
-    full = barriers[2].index(slot)
+    full = do_full.index(slot)
     mbarrier.expect(full, QUERIES * do_smem.shape[2] * 2)
     load_tile(loads[3], at, head, tile * QUERIES, full, do_smem.index(slot), PACKED)
 
@@ -283,7 +292,7 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
     HEADS_PER_KV = work[0][3]
     steps = per_head * HEADS_PER_KV
     load_keys(loads, barriers, buffers, own, OPTIONS.packed)
-    may_add = barriers[3]
+    _, q_full, do_full, may_add = barriers
     tile = first
     head = kv_head * HEADS_PER_KV
     tile_to_add = tile
@@ -303,11 +312,11 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
         if step < steps:
-            load_output_gradient(loads, barriers, buffers, slot, q_at, head, tile, OPTIONS.packed)
+            load_output_gradient(loads, do_full, buffers, slot, q_at, head, tile, OPTIONS.packed)
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if step <= steps:  # the last step issues the scores of a tile that nobody uses
-            load_queries(loads, barriers, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+            load_queries(loads, q_full, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)
 

@@ -70,6 +70,7 @@ from flashattn_triton.hopper.backward_common import (
     ds_written,
     fragment_offsets,
     has_part,
+    keys_to_read,
     load_output_gradient,
     load_queries,
     number_of_tiles,
@@ -92,7 +93,6 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
-    END,
     WARPS,
     allow_addition,
     first_element,
@@ -154,10 +154,9 @@ def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.
     """Loads K and V of a tile, as soon as their buffers are free."""
     k_full, v_full, k_empty, v_empty, _, _, _ = barriers
     k_smem, v_smem, _, _, _ = buffers
-    first_key, kv_head, _, _, q_at, k_at = tile
+    first_key, kv_head, _, _, _, _ = tile
+    k_at = keys_to_read(tile, PACKED)
     BYTES: gl.constexpr = k_smem.shape[1] * k_smem.shape[2] * 2
-    if PACKED:  # of keys without queries read zeros: what they hold must not reach a gradient
-        k_at = (gl.where(q_at[1] == END, -1, k_at[0]), k_at[1])
     buffer, phase = slot_and_phase(turn)
     full = k_full.index(buffer)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
@@ -197,8 +196,8 @@ def _producer(
     loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS: gl.constexpr
 ):  # fmt: skip
     """Fetches tiles of keys one after another; for each K and V, and each step's Q and dO."""
-    k_full, k_empty, may_add = barriers[0], barriers[2], barriers[6]
-    of_queries = (None, barriers[4], barriers[5], None)
+    k_full, k_empty, q_full = barriers[0], barriers[2], barriers[4]
+    do_full, may_add = barriers[5], barriers[6]
     QUERIES: gl.constexpr = buffers[2].shape[1]
     HEADS_PER_KV = work[0][3]
     stop_index = number_of_tiles(N_TILES, work, OPTIONS)
@@ -221,10 +220,10 @@ def _producer(
             row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
             if step >= STAGES:
                 named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-            load_output_gradient(loads, of_queries, buffers, slot, q_at, head, tile, OPTIONS.packed)
+            load_output_gradient(loads, do_full, buffers, slot, q_at, head, tile, OPTIONS.packed)
             if step >= STAGES:
                 named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-            load_queries(loads, of_queries, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+            load_queries(loads, q_full, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
             if of_tile == 0:
                 _load_keys(loads, barriers, buffers, indices, index, own, turn, OPTIONS.packed)
             if OPTIONS.ordered:
@@ -244,10 +243,8 @@ def _producer(
                     named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
                     named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
                 if i == 0:  # the last step waits for a tile that nobody uses
-                    load_output_gradient(
-                        loads, of_queries, buffers, slot, q_at, 0, 0, OPTIONS.packed
-                    )
-                    load_queries(loads, of_queries, buffers, slot, q_at, 0, 0, row, OPTIONS.packed)
+                    load_output_gradient(loads, do_full, buffers, slot, q_at, 0, 0, OPTIONS.packed)
+                    load_queries(loads, q_full, buffers, slot, q_at, 0, 0, row, OPTIONS.packed)
                 if OPTIONS.ordered:
                     adding = _take_turns(
                         step, adding, program, may_add, counters_ptr, QUERIES, OPTIONS

@@ -38,7 +38,7 @@ def _store_parts(pointers, x):
 
 @triton.jit
 def _index():
-    """Of this program in the order of rows."""
+    """This program's number in the order of rows."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
 
 
@@ -118,7 +118,7 @@ def preprocess_kernel(
     HAS_DL: tl.constexpr,
     ORDERED: tl.constexpr,  # programs of the main kernel add in a fixed order
     ZEROS: tl.constexpr,  # they only add, and do not store first
-    KEYS: tl.constexpr,  # of a program of the main kernel
+    KEYS: tl.constexpr,  # of a tile of the main kernel; this and what follows counts unless ZEROS
     IS_CAUSAL: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,  # offset is without the difference of a packed sequence's lengths
