@@ -28,6 +28,7 @@ import numpy as np
 
 from gluon_grid import Grid
 
+WARP = 32  # threads
 WARP_GROUP = 128  # threads of a partition
 BYTES = {"half": 2, "float32": 4}
 
@@ -246,18 +247,19 @@ class HardwareBarrier:
     """A barrier that opens when so many threads have arrived."""
 
     threads: int = 0
-    arrived: list[str] = field(default_factory=list)
+    arrived: dict[str, int] = field(default_factory=dict)  # threads of each partition
     opened: int = 0
 
-    def arrive(self, who: str, threads: int) -> None:
+    def arrive(self, who: str, threads: int, own: int) -> None:
+        """``own``: how many threads come, of the ``threads`` that open the barrier."""
         if self.arrived and self.threads != threads:
             raise SimulationError(f"{threads} and {self.threads} threads at one barrier")
         if who in self.arrived:
             raise SimulationError(f"{who} arrives twice at one barrier")
         self.threads = threads
-        self.arrived.append(who)
-        if len(self.arrived) * WARP_GROUP == threads:
-            self.arrived, self.opened = [], self.opened + 1
+        self.arrived[who] = own
+        if sum(self.arrived.values()) == threads:
+            self.arrived, self.opened = {}, self.opened + 1
 
 
 @dataclass
@@ -383,11 +385,12 @@ class Machine:
     def init(self, barrier: Shared, count: int) -> None:
         self.transaction[barrier.address] = TransactionBarrier(count)
 
-    def expect(self, barrier: Shared, n_bytes: int) -> None:
-        state = self.transaction[barrier.address]
-        state.arrivals += 1
-        state.bytes += n_bytes
-        state.update()
+    def expect(self, barrier: Shared, n_bytes: int, pred: bool = True) -> None:
+        if pred:
+            state = self.transaction[barrier.address]
+            state.arrivals += 1
+            state.bytes += n_bytes
+            state.update()
         self.pause()
 
     def arrive(self, barrier: Shared, count: int, pred: bool = True) -> None:
@@ -466,15 +469,15 @@ class Machine:
         while len(under_way) > pendings:
             under_way.pop(0)()
 
-    def named_arrive(self, index: int, threads: int) -> None:
+    def named_arrive(self, index: int, threads: int, own: int = WARP_GROUP) -> None:
         barrier = self.hardware.setdefault(index, HardwareBarrier())
-        barrier.arrive(self.here.name, threads)
+        barrier.arrive(self.here.name, threads, own)
         self.pause()
 
-    def named_sync(self, index: int, threads: int) -> None:
+    def named_sync(self, index: int, threads: int, own: int = WARP_GROUP) -> None:
         barrier = self.hardware.setdefault(index, HardwareBarrier())
         opened = barrier.opened
-        barrier.arrive(self.here.name, threads)
+        barrier.arrive(self.here.name, threads, own)
         self.pause(lambda: barrier.opened > opened)
 
     def reduce_add(self, pointers: Pointer, x: Tensor, condition: bool) -> None:
@@ -498,18 +501,21 @@ class Machine:
             pointer.memory[pointer.offsets] += x
         return Integer(before)
 
-    def wait_for_predecessors(self, counter: Pointer, n_signals: int) -> None:
-        """Of programs that run at the same time, or that have ended."""
+    def wait_for_predecessors(
+        self, counter: Pointer, n_signals: int, index: int, threads: int
+    ) -> None:
+        """Of programs that run at the same time, or have ended. One warp waits, then arrives."""
         self.waiting += 1
         self.pause(lambda: counter.memory[counter.offsets] >= n_signals)
         self.waiting -= 1
+        for barrier in (index, index + 1):
+            self.named_arrive(barrier, threads, WARP)
 
-    def signal_successors(self, counter: Pointer, condition: bool) -> None:
-        """Of all warps of a partition."""
+    def signal_successors(self, counter: Pointer) -> None:
+        """One thread signals."""
         self.pause()
-        if condition:
-            counter.memory[counter.offsets] += WARP_GROUP // 32
-            self.grid.signalled()
+        counter.memory[counter.offsets] += 1
+        self.grid.signalled()
 
     def load(self, pointers: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Any:
         """Of one integer, or of a tensor's elements, of all or where the mask is."""

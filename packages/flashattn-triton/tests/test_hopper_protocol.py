@@ -45,6 +45,7 @@ from flashattn_triton.problem import Problem, new_problem
 from flashattn_triton.triton_versions import TileView
 from gluon_grid import Grid
 from gluon_simulator import (
+    WARP,
     Descriptor,
     Machine,
     PackedDescriptor,
@@ -302,7 +303,24 @@ ORDERED: dict[str, dict[str, Any]] = {
     "full, in a ring, ragged": {"lengths": (650, 300)},
     "full, in a ring of ten": {"lengths": (1160, 1250)},
     "causal": {"lengths": (400, 400), "causal": True},
+    "causal, last heads backwards": {
+        "heads": (4, 2),
+        "lengths": (400, 400),
+        "batch": 2,
+        "causal": True,
+    },
     "more keys than queries": {"lengths": (100, 400), "causal": True},
+    "more keys, last heads backwards": {"heads": (2, 2), "lengths": (100, 400), "causal": True},
+    "bottom-right, last heads backwards": {
+        "heads": (3, 3),
+        "lengths": (300, 400),
+        "causal": "bottom-right",
+    },
+    "fewer, last heads backwards": {
+        "heads": (2, 2),
+        "lengths": (400, 200),
+        "causal": "bottom-right",
+    },
     "fewer, bottom-right": {"lengths": (400, 200), "causal": "bottom-right"},
     "bottom-right": {"lengths": (200, 330), "causal": "bottom-right", "heads": (2, 1)},
     "window": {"lengths": (400, 400), "causal": True, "window": (100, None)},
@@ -539,7 +557,9 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
 def test_ordered_backward_on_random_schedules(
     name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "multiprocessors", lambda device: 20)  # rings of five, nine or ten
+    # Rings of five, nine or ten; or so few programs that the last head alone is walked backwards.
+    at_once = 3 if "backwards" in name else 20
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: at_once)
     head_dim, value_dim = head_dims
     problem = problem_of(
         head_dim=head_dim, value_dim=value_dim, deterministic=True, **ORDERED[name]
@@ -823,16 +843,22 @@ def test_the_simulation_finds_programs_that_do_not_signal() -> None:
         check_backward(problem, 0, signal_successors=NOTHING)
 
 
-def _dawdle(*arguments: Any) -> None:
+def _dawdle(machine: Machine, counter: Pointer, n_signals: int, index: int, threads: int) -> None:
     """Programs add in an order that changes from run to run."""
     time.sleep(random.choice((0, 0.1)))
+    for barrier in (index, index + 1):
+        machine.named_arrive(barrier, threads, WARP)
 
 
-def test_the_simulation_finds_additions_that_are_not_in_order() -> None:
+def test_the_simulation_finds_additions_that_are_not_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Machine, "wait_for_predecessors", _dawdle)
+
     def all_schedules() -> None:
         problem = problem_of((400, 400), 64, causal=True, deterministic=True)
         for seed in range(10):
-            check_backward(problem, 0, seed, wait_for_predecessors=_dawdle)
+            check_backward(problem, 0, seed)
 
     with pytest.raises(AssertionError):
         all_schedules()
@@ -841,7 +867,10 @@ def test_the_simulation_finds_additions_that_are_not_in_order() -> None:
 def key_tiles_in_order(
     heads: int, tiles: int, programs: int, at_once: int, *, ordered: bool = False, packed: bool
 ) -> list[tuple[int, int]]:
-    """(key head, tile of keys) of each program of a backward kernel, of 64 keys a tile."""
+    """(key head, tile of keys) of each program of a backward kernel, of 64 keys a tile.
+
+    The head is negative if the program walks backwards.
+    """
     options = SimpleNamespace(packed=packed, ordered=ordered, bottom_right=False, at_once=at_once)
     # Of a packed batch, two sequences of the same length.
     table = np.zeros((1 + 2 * tiles, FIELDS.value), dtype=int)
@@ -853,10 +882,11 @@ def key_tiles_in_order(
     found = []
     for program in range(programs):
         functions = load(schedule, Machine(0, 0))
-        first_key, head, *_, sequence = functions["key_tile_at"](
+        first_key, head, *_, sequence, backwards = functions["key_tile_at"](
             program, programs, sizes, Pointer(table.reshape(-1)), 64, options
         )
-        found.append((int(sequence) * heads + int(head), int(first_key) // 64))
+        sign = -1 if backwards else 1
+        found.append((sign * (int(sequence) * heads + int(head)), int(first_key) // 64))
     return found
 
 
@@ -870,6 +900,20 @@ def test_last_heads_are_computed_together_where_their_tiles_differ() -> None:
     assert key_tiles_in_order(4, 3, 24, 7, packed=False) == [*one_by_one[:18], *together]
     every = [(head, tile) for tile in range(3) for head in range(8)]
     assert key_tiles_in_order(4, 3, 24, 1000, packed=False) == every
+
+
+def test_last_heads_are_walked_backwards_where_programs_add_in_order() -> None:
+    """With the longest tiles first, and so that predecessors come first all the same."""
+    first = [(head + i, 2 - tile) for head in (0, 2, 4) for tile in range(3) for i in range(2)]
+    last = [(-head, tile) for tile in range(3) for head in (6, 7)]
+    assert key_tiles_in_order(4, 3, 24, 7, ordered=True, packed=False) == [*first, *last]
+    uneven = [
+        (head, 2 - tile) for heads in ((0, 1, 2), (3, 4)) for tile in range(3) for head in heads
+    ]
+    last = [(-head, tile) for tile in range(3) for head in (5, 6, 7)]
+    assert key_tiles_in_order(4, 3, 24, 9, ordered=True, packed=False) == [*uneven, *last]
+    every = [(head, 2 - tile) for tile in range(3) for head in range(8)]
+    assert key_tiles_in_order(4, 3, 24, 1000, ordered=True, packed=False) == every
 
 
 def test_heads_of_a_packed_sequence_are_computed_together_if_all_run_at_once() -> None:
@@ -887,11 +931,12 @@ def test_heads_of_a_packed_sequence_are_computed_together_if_all_run_at_once() -
         ({"window": (None, 3)}, 132),
         ({}, 0),
         ({"causal": True, "window": (500, None)}, 0),
-        ({"causal": True, "deterministic": True}, 0),
+        ({"causal": True, "deterministic": True}, 132),
+        ({"deterministic": True}, 0),
     ],
     ids=str,
 )
-def test_only_a_free_order_under_a_causal_mask_changes(
+def test_only_the_order_under_a_causal_mask_changes(
     options: dict[str, Any], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 132)

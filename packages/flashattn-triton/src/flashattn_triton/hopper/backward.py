@@ -128,7 +128,6 @@ class HopperBackwardCall:
         two_passes = config.two_passes
         step = TILE.value if two_passes else queries
         ordered = problem.deterministic and not two_passes
-        # Programs go from tile to tile of keys; if ordered, they have one each.
         persistent = kernel is hopper_backward_kernel
         self.tiles: PackedTiles | None = None
         if not packed:
@@ -214,7 +213,7 @@ class HopperBackwardCall:
         if ordered and left is right is None:
             # So many programs surely run at the same time, also beside another kernel's.
             most_in_ring = forward.multiprocessors(device) // 2
-        elif not ordered and left is None and right is not None:
+        elif left is None and right is not None and not (ordered and packed):
             at_once = forward.multiprocessors(device)
         maps: dict[str, Parameter] = {
             "q_desc": map_of(shapes[0], q_stride, [1, 1, step, loaded]),
@@ -249,7 +248,10 @@ class HopperBackwardCall:
             of_tiles["N_TILES"] = programs[1]
         elif not two_passes:
             counters["order_counters_ptr"] = torch.int32 if ordered else None
-        at_a_time = forward.multiprocessors(device) if persistent and not ordered else programs[1]
+        # Programs go from tile to tile of keys; those of a ring have one each.
+        at_a_time = programs[1]
+        if persistent and not most_in_ring:
+            at_a_time = forward.multiprocessors(device)
         self.main = hopper_launch(
             kernel,
             min(programs[1], at_a_time),

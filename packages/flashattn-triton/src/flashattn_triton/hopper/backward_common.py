@@ -7,8 +7,7 @@ heads that share it. Functions pass on what belongs together as tuples:
 
     loads       descriptors of Q, K, V, dO and the statistics
     buffers     shared memory of K, V, Q, dO and the statistics, tiles first
-    barriers    the TMA has loaded K and V; a tile of Q; a tile of dO; consumers may add to dQ
-                (``backward_kernel`` has more)
+    barriers    the TMA has loaded K and V; a tile of Q; a tile of dO (``backward_kernel`` has more)
     work        (sizes of the problem, table of a packed batch, band), see :func:`work_of_program`
 
 Legend as in ``backward_kernel``.
@@ -29,12 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn_triton.hopper.products import issue_over_columns, zero_accumulator
 from flashattn_triton.hopper.schedule import (
     END,
-    WARPS,
-    allow_addition,
+    both_ways,
     key_tile_at,
     load_tile,
     next_query_tile,
-    predecessors,
+    place_of_tile,
     ring_of,
     walk,
 )
@@ -45,6 +43,7 @@ from flashattn_triton.hopper.support import (
     new_barriers,
     tma_load,
 )
+from flashattn_triton.hopper.turns import end_last_turn, first_turn, take_turns
 
 OWN = gl.constexpr(64)  # keys of one consumer: the rows that one warp group's wgmma computes
 STATISTICS = gl.constexpr(16)  # columns of a query: a half adds up to -L / scale, one to -delta
@@ -83,7 +82,7 @@ class BackwardOptions:
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
     at_once: how many programs the GPU runs at the same time, where a causal mask makes some longer
-        than others and their order is free; else 0.
+        than others; else 0.
     """
 
     columns: int
@@ -120,15 +119,9 @@ def allocate_buffers(loads, PARTS: gl.constexpr = 1, K_BUFFERS: gl.constexpr = 1
 
 
 @gluon.jit
-def allocate_barriers(ADDITIONS: gl.constexpr):
-    """Barriers in shared memory. ADDITIONS: how many say that consumers may add to dQ."""
-    kv_full = new_barriers(1, 1)
-    q_full = new_barriers(STAGES, 1)
-    do_full = new_barriers(STAGES, 1)
-    may_add = q_full  # of no use
-    if ADDITIONS > 0:
-        may_add = new_barriers(ADDITIONS, 1)
-    return kv_full, q_full, do_full, may_add
+def allocate_barriers():
+    """Barriers in shared memory."""
+    return new_barriers(1, 1), new_barriers(STAGES, 1), new_barriers(STAGES, 1)
 
 
 @gluon.jit
@@ -165,13 +158,13 @@ def work_of_tile(
     HEADS_PER_KV and offset.
 
     Returns:
-        (first key, key head, keys, offset, q_at, k_at) of the sequence; the walk over one head:
-        (first tile, last, the one after the last, how many); and where its tiles are: (tiles of a
-        head, tiles before the sequence's, programs of a ring).
+        (first key, key head, keys, offset, q_at, k_at) of the sequence; the :func:`walk` over one
+        head; and where its tiles are: (tiles of a head, tiles before the sequence's, programs of a
+        ring).
     """
     sizes, tiles_ptr, band = work
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence = key_tile_at(
+    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards = key_tile_at(
         index, n_tiles_of_all, sizes, tiles_ptr, KEYS, OPTIONS
     )
     PADDING: gl.constexpr = OPTIONS.padding // QUERIES  # in tiles
@@ -179,7 +172,7 @@ def work_of_tile(
     if OPTIONS.packed:
         n_tiles = max(n_tiles, PADDING)  # an empty sequence has these, without rows
     ring = ring_of(n_keys, n_tiles, OPTIONS.ring, KEYS, QUERIES)
-    walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring)
+    walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring, backwards)
     # Each packed sequence begins at a multiple of so many rows of the statistics and of the sum of
     # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at
     # row (n // padding + s) · padding · heads.
@@ -199,13 +192,15 @@ def wrapped(tile, n_tiles):
 
 @gluon.jit
 def steps_of_head(
-    diagonal, limits, per_head, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+    diagonal, limits, walked, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
 ):
     """Where the three parts of a head's steps begin, and where the last one ends.
 
     In the second part every query sees each of a consumer's KEYS keys: only the others are masked.
-    ``limits``: (band, keys from the consumer's first one on).
+    A walk that goes backwards has the first part alone. ``limits``: (band, keys from the consumer's
+    first one on).
     """
+    per_head, ahead = walked[3], walked[4]
     band, n_keys = limits
     n_masked = 0  # under a causal mask, all queries of a tile see all keys if the first one does
     if OPTIONS.is_causal:
@@ -216,6 +211,8 @@ def steps_of_head(
     if OPTIONS.ragged:
         n_masked = gl.where(n_keys < KEYS, per_head, n_masked)
         n_seen = max(n_seen, n_masked)
+    if both_ways(OPTIONS):
+        n_masked = gl.where(ahead < 0, per_head, n_masked)
     return 0, n_masked, n_seen, per_head
 
 
@@ -256,28 +253,38 @@ def load_keys(loads, barriers, buffers, tile, PACKED: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(loads, q_full, buffers, slot, at, head, tile, row, PACKED: gl.constexpr):
-    """Loads a tile of Q, with the statistics that begin at ``row``."""
-    _, _, q_smem, _, statistics_smem = buffers
+def load_output_gradient(
+    loads, barriers, buffers, slot, at, head, tile, row, PACKED: gl.constexpr, LAST=False
+):  # fmt: skip
+    """Loads a tile of dO, and the statistics that begin at ``row``, when nobody reads that slot's.
+
+    It also announces Q, so that warps need not meet when Q's slot is free. The LAST step loads no
+    dO.
+    """
+    q_full, do_full = barriers
+    _, _, q_smem, do_smem, statistics_smem = buffers
     PARTS: gl.constexpr = q_smem.shape[0] // STAGES
-    QUERIES: gl.constexpr = q_smem.shape[1]
-    PART: gl.constexpr = q_smem.shape[2]
-    full = q_full.index(slot)
-    mbarrier.expect(full, QUERIES * (PARTS * PART + STATISTICS) * 2)
-    for part in gl.static_range(PARTS):
-        q_part = q_smem.index(slot * PARTS + part)
-        load_tile(loads[0], at, head, tile * QUERIES, full, q_part, PACKED, part * PART)
-    tma_load(loads[4], [row, 0], full, statistics_smem.index(slot))
+    QUERIES: gl.constexpr = do_smem.shape[1]
+    Q_BYTES: gl.constexpr = QUERIES * (PARTS * q_smem.shape[2] + STATISTICS) * 2
+    of_q, of_do = q_full.index(slot), do_full.index(slot)
+    mbarrier.expect(of_q, Q_BYTES)
+    if not LAST:
+        mbarrier.expect(of_do, QUERIES * do_smem.shape[2] * 2)
+        load_tile(loads[3], at, head, tile * QUERIES, of_do, do_smem.index(slot), PACKED)
+    tma_load(loads[4], [row, 0], of_q, statistics_smem.index(slot))
 
 
 @gluon.jit
-def load_output_gradient(loads, do_full, buffers, slot, at, head, tile, PACKED: gl.constexpr):
-    """Loads a tile of dO."""
-    do_smem = buffers[3]
-    QUERIES: gl.constexpr = do_smem.shape[1]
-    full = do_full.index(slot)
-    mbarrier.expect(full, QUERIES * do_smem.shape[2] * 2)
-    load_tile(loads[3], at, head, tile * QUERIES, full, do_smem.index(slot), PACKED)
+def load_queries(loads, barriers, buffers, slot, at, head, tile, PACKED: gl.constexpr):
+    """Loads a tile of Q."""
+    q_smem = buffers[2]
+    PARTS: gl.constexpr = q_smem.shape[0] // STAGES
+    QUERIES: gl.constexpr = q_smem.shape[1]
+    PART: gl.constexpr = q_smem.shape[2]
+    full = barriers[0].index(slot)
+    for part in gl.static_range(PARTS):
+        q_part = q_smem.index(slot * PARTS + part)
+        load_tile(loads[0], at, head, tile * QUERIES, full, q_part, PACKED, part * PART)
 
 
 @gluon.jit
@@ -285,40 +292,37 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
     """Fetches K and V of a program's one tile, then each step's dO, and Q with L and delta."""
     KEYS: gl.constexpr = buffers[0].shape[1]
     QUERIES: gl.constexpr = buffers[2].shape[1]
-    own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
-    _, kv_head, _, _, q_at, _ = own
-    first, _, _, per_head = walked
-    n_tiles, first_tile, _ = tiles
+    program = work_of_program(work, KEYS, QUERIES, OPTIONS)
+    own, walked, tiles = program
+    kv_head, q_at = own[1], own[4]
     HEADS_PER_KV = work[0][3]
-    steps = per_head * HEADS_PER_KV
-    load_keys(loads, barriers, buffers, own, OPTIONS.packed)
-    _, q_full, do_full, may_add = barriers
-    tile = first
+    steps = walked[3] * HEADS_PER_KV
+    PACKED: gl.constexpr = OPTIONS.packed
+    load_keys(loads, barriers, buffers, own, PACKED)
+    tile = walked[0]
     head = kv_head * HEADS_PER_KV
-    tile_to_add = tile
-    head_to_add = head
+    if OPTIONS.ordered:
+        adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
     for step in range(steps + STAGES):
         slot = step % STAGES
-        if OPTIONS.ordered:
-            # Of the step whose dQ comes next: its counter is read ahead, because that takes long.
-            ready = step - STAGES
-            if ready >= 0:
-                order_counter = order_counters_ptr + first_tile + head_to_add * n_tiles
-                order_counter += tile_to_add
-                before = predecessors(tile_to_add, own, walked, tiles, KEYS, QUERIES, OPTIONS)
-                allow_addition(may_add.index(slot), order_counter, before, 2 * WARPS)
-                tile_to_add, head_to_add = next_query_tile(tile_to_add, head_to_add, walked)
-        row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
+        row = place_of_tile(head, tile, tiles) * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        if step < steps:
-            load_output_gradient(loads, do_full, buffers, slot, q_at, head, tile, OPTIONS.packed)
+        if step <= steps:  # the last step issues the scores of a tile that nobody uses
+            load_output_gradient(
+                loads, barriers[1:], buffers, slot, q_at, head, tile, row, PACKED, step == steps
+            )  # fmt: skip
         if step >= STAGES:
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # the last step issues the scores of a tile that nobody uses
-            load_queries(loads, q_full, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
+        if OPTIONS.ordered:
+            adding = take_turns(step, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS)
+        if step <= steps:
+            load_queries(loads, barriers[1:], buffers, slot, q_at, head, tile, PACKED)
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)
+    if OPTIONS.ordered:
+        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        end_last_turn(adding, order_counters_ptr)
 
 
 # ---- consumer ------------------------------------------------------------------------------------

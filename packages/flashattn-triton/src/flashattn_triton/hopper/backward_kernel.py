@@ -28,20 +28,17 @@ that would be a fifth (D = 64) or a tenth (128) of the traffic of shared memory,
 With a soft-cap c the tanh T of S · scale / c takes the place of S. L / c is subtracted from T, and
 dS has a factor 1 - T².
 
-The order in which programs add to dQ is not fixed unless ``ordered``. Then each has one tile of
-keys, each tile of dQ has an order counter, and programs add to the tile in the order of their keys,
-from the last to the first; the first one stores. The producer waits until the program's
-predecessors, those with later keys, have incremented the counter, lets the consumers add, and
-increments it when they have. Under a causal mask the wait is short: each program begins at its
-diagonal, the first tile of queries that sees its keys, and its predecessors begin at later tiles.
-Predecessors have smaller program indices, and the hardware starts those first, so that no program
-waits for one that cannot start.
+The order in which programs add to dQ is not fixed unless ``ordered``; ``turns.py`` says how. Under
+a causal mask the wait for others is short: each program begins at its diagonal, and its
+predecessors begin at later tiles. Predecessors come first in the order of the counter, from which
+programs then take their first tile too, so that none waits for one that has not begun.
 
 Without a mask all programs of a head would begin at its first tile of queries, and each would wait
 for all before it. Where ``schedule.ring_of`` says so, they form a ring instead: each begins at the
 tile of queries that lies beside its keys, goes on after the last tile with the first one, and the
 order in a tile is that of the steps in which programs come to it. A program waits only for earlier
-steps of others, which surely run at the same time, so that none waits for itself.
+steps of others, which surely run at the same time, so that none waits for itself. Programs without
+a mask have one tile of keys each.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -93,13 +90,11 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
-    WARPS,
-    allow_addition,
     first_element,
     key_tile_at,
     load_tile,
     next_query_tile,
-    predecessors,
+    place_of_tile,
     store_tile,
 )
 from flashattn_triton.hopper.scores import probabilities
@@ -110,8 +105,14 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     new_barriers,
     reduce_add,
-    signal_successors,
     store_or_add,
+)
+from flashattn_triton.hopper.turns import (
+    end_last_turn,
+    first_turn,
+    take_turns,
+    tiles_to_store,
+    wait_for_turn,
 )
 
 KEYS = gl.constexpr(128)  # of one tile
@@ -151,108 +152,126 @@ def _told(indices, buffer):
 
 @gluon.jit
 def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.constexpr):
-    """Loads K and V of a tile, as soon as their buffers are free."""
-    k_full, v_full, k_empty, v_empty, _, _, _ = barriers
-    k_smem, v_smem, _, _, _ = buffers
+    """Loads K of a tile, as soon as its buffer is free."""
+    k_full, _, k_empty, _, _, _ = barriers
+    k_smem = buffers[0]
     first_key, kv_head, _, _, _, _ = tile
-    k_at = keys_to_read(tile, PACKED)
-    BYTES: gl.constexpr = k_smem.shape[1] * k_smem.shape[2] * 2
     buffer, phase = slot_and_phase(turn)
     full = k_full.index(buffer)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, index)
-    mbarrier.expect(full, BYTES)
+    mbarrier.expect(full, k_smem.shape[1] * k_smem.shape[2] * 2)
+    k_at = keys_to_read(tile, PACKED)
     load_tile(loads[1], k_at, kv_head, first_key, full, k_smem.index(buffer), PACKED)
-    mbarrier.wait(v_empty.index(0), (turn & 1) ^ 1)
-    mbarrier.expect(v_full.index(0), BYTES)
-    load_tile(loads[2], k_at, kv_head, first_key, v_full.index(0), v_smem.index(0), PACKED)
 
 
 @gluon.jit
-def _take_turns(
-    step, adding, program, may_add, counters_ptr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
-):  # fmt: skip
-    """Lets others add to a tile of dQ, and waits until consumers may add to the next one.
+def _load_values(loads, barriers, buffers, tile, turn, PACKED: gl.constexpr):
+    """Loads V of a tile, as soon as consumers have read that of the tile before."""
+    _, v_full, _, v_empty, _, _ = barriers
+    v_smem = buffers[1]
+    first_key, kv_head, _, _, _, _ = tile
+    full = v_full.index(0)
+    mbarrier.wait(v_empty.index(0), (turn & 1) ^ 1)
+    mbarrier.expect(full, v_smem.shape[1] * v_smem.shape[2] * 2)
+    k_at = keys_to_read(tile, PACKED)
+    load_tile(loads[2], k_at, kv_head, first_key, full, v_smem.index(0), PACKED)
 
-    Consumers have given back Q of STAGES steps before, in which they added to the tile of one step
-    before that. In their next step they add to this one's. ``adding``: (counter of the tile to
-    which they added, the tile to which they are to add, and its head).
-    """
-    order_counter, tile, head = adding
+
+@gluon.jit
+def _first_step(program, HEADS_PER_KV, QUERIES: gl.constexpr):
+    """What a program's first step reads: (``q_at``, head, tile of queries, its first row)."""
     own, walked, tiles = program
-    n_tiles, first_tile, _ = tiles
-    if step > STAGES:
-        signal_successors(order_counter, gl.to_tensor(True))
-    if step >= STAGES:
-        before = predecessors(tile, own, walked, tiles, KEYS, QUERIES, OPTIONS)
-        order_counter = counters_ptr + (1 + first_tile + head * n_tiles + tile)
-        allow_addition(may_add.index(0), order_counter, before, WARPS)
-        tile, head = next_query_tile(tile, head, walked)
-    return order_counter, tile, head
+    head, tile = own[1] * HEADS_PER_KV, walked[0]
+    return own[4], head, tile, place_of_tile(head, tile, tiles) * QUERIES
 
 
 @gluon.jit
 def _producer(
     loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS: gl.constexpr
 ):  # fmt: skip
-    """Fetches tiles of keys one after another; for each K and V, and each step's Q and dO."""
-    k_full, k_empty, q_full = barriers[0], barriers[2], barriers[4]
-    do_full, may_add = barriers[5], barriers[6]
+    """Fetches tiles of keys one after another; for each K and V, and each step's Q and dO.
+
+    With a tile's last step come K of the next one, and Q and dO of its first step.
+    """
+    k_full, _, k_empty, _, q_full, do_full = barriers
+    full = (q_full, do_full)
+    PACKED: gl.constexpr = OPTIONS.packed
     QUERIES: gl.constexpr = buffers[2].shape[1]
     HEADS_PER_KV = work[0][3]
+    order_counters_ptr = counters_ptr + 1
     stop_index = number_of_tiles(N_TILES, work, OPTIONS)
+    IN_RINGS: gl.constexpr = OPTIONS.ring > 0
     index = gl.program_id(0)
-    step = 0  # of all tiles
+    n_begun = gl.num_programs(0)
+    # Whoever waits for a predecessor knows that a running program has it, if all take tiles in the
+    # order of the counter, the first one too.
+    if OPTIONS.ordered and not IN_RINGS:
+        index = gl.atomic_add(counters_ptr, 1)
+        n_begun = 0
     turn = 0
-    row = 0
+    step = 0  # a tile's first one, of all tiles' steps
+    if index < stop_index:
+        program = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+        q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
+        load_output_gradient(loads, full, buffers, 0, q_at, head, tile, row, PACKED)
+        load_queries(loads, full, buffers, 0, q_at, head, tile, PACKED)
+        _load_keys(loads, barriers, buffers, indices, index, program[0], turn, PACKED)
     while index < stop_index:
         program = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
         own, walked, tiles = program
-        kv_head, q_at = own[1], own[4]
-        n_tiles, first_tile = tiles[0], tiles[1]
-        tile = walked[0]
-        head = kv_head * HEADS_PER_KV
-        adding = (counters_ptr, tile, head)
+        _load_values(loads, barriers, buffers, own, turn, PACKED)
+        q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
+        if OPTIONS.ordered:
+            adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
         next_index = stop_index
         steps = walked[3] * HEADS_PER_KV
         for of_tile in range(steps):
-            slot, _phase = slot_and_phase(step)
-            row = (first_tile + head * n_tiles + tile) * QUERIES  # of all heads' tiles
-            if step >= STAGES:
-                named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-            load_output_gradient(loads, do_full, buffers, slot, q_at, head, tile, OPTIONS.packed)
-            if step >= STAGES:
-                named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-            load_queries(loads, q_full, buffers, slot, q_at, head, tile, row, OPTIONS.packed)
-            if of_tile == 0:
-                _load_keys(loads, barriers, buffers, indices, index, own, turn, OPTIONS.packed)
-            if OPTIONS.ordered:
-                adding = _take_turns(
-                    step, adding, program, may_add, counters_ptr, QUERIES, OPTIONS
-                )  # fmt: skip
-            elif of_tile == max(steps - 2, 0):  # late, so that who ends first begins the next tile
-                next_index = gl.num_programs(0) + gl.atomic_add(counters_ptr, 1)
-            tile, head = next_query_tile(tile, head, walked)
-            step += 1
-        index = next_index
-        turn += 1
-        if index >= stop_index:  # waits for the last steps
-            for i in gl.static_range(STAGES):
-                slot, _phase = slot_and_phase(step)
-                if step >= STAGES:
+            if of_tile > 0:
+                slot, _phase = slot_and_phase(step + of_tile)
+                tile, head = next_query_tile(tile, head, walked)
+                row = place_of_tile(head, tile, tiles) * QUERIES
+                if of_tile >= STAGES:
                     named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+                load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
+                if of_tile >= STAGES:
                     named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-                if i == 0:  # the last step waits for a tile that nobody uses
-                    load_output_gradient(loads, do_full, buffers, slot, q_at, 0, 0, OPTIONS.packed)
-                    load_queries(loads, q_full, buffers, slot, q_at, 0, 0, row, OPTIONS.packed)
+                load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
                 if OPTIONS.ordered:
-                    adding = _take_turns(
-                        step, adding, program, may_add, counters_ptr, QUERIES, OPTIONS
+                    adding = take_turns(
+                        of_tile, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
                     )  # fmt: skip
-                step += 1
-            if OPTIONS.ordered:  # after the steps, consumers add to the last tile
-                named_barrier_sync_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
-                signal_successors(adding[0], gl.to_tensor(True))
+            # Late, so that who ends first begins the next tile. A step later costs 10 to 20 % where
+            # programs add in order.
+            if not IN_RINGS and of_tile == max(steps - 2, 0):
+                next_index = n_begun + gl.atomic_add(counters_ptr, 1)
+        # The last step waits for Q and dO also if there is no next tile.
+        at = min(next_index, stop_index - 1)
+        next_program = work_of_tile(at, stop_index, work, KEYS, QUERIES, OPTIONS)
+        q_at, head, tile, row = _first_step(next_program, HEADS_PER_KV, QUERIES)
+        for i in gl.static_range(STAGES):
+            slot, _phase = slot_and_phase(step + steps + i)
+            if steps + i >= STAGES:
+                named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+            if i == 0:
+                load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
+            if steps + i >= STAGES:
+                named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+            if i == 0:
+                load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
+                if next_index < stop_index:
+                    keys = next_program[0]
+                    _load_keys(loads, barriers, buffers, indices, at, keys, turn + 1, PACKED)
+            if OPTIONS.ordered:
+                adding = take_turns(
+                    steps + i, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
+                )  # fmt: skip
+        if OPTIONS.ordered:
+            named_barrier_sync_at(Q_EMPTY + slot_and_phase(step + steps)[0], EVERYBODY)
+            end_last_turn(adding, order_counters_ptr)
+        step += steps
+        turn += 1
+        index = next_index
     buffer, phase = slot_and_phase(turn)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, stop_index)
@@ -264,21 +283,21 @@ def _producer(
 
 @gluon.jit
 def _add_dq(
-    dq_own, dq, program, previous, step, may_add,
-    QUERIES: gl.constexpr, D: gl.constexpr, OPTIONS: gl.constexpr,
+    dq_own, dq, stored, previous,
+    QUERIES: gl.constexpr, D: gl.constexpr, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
     """Adds this consumer's part of the previous step's tile of dQ to the sum in memory.
 
-    If ``ordered``, the tile's first program stores it: no zeros come before.
+    ``stored``: if ``ordered``, the tiles of a head to which this program comes first. It stores
+    them, so that no zeros need be there before.
     """
-    tile, head = previous
+    tile, in_head = previous
     sums = dq_own + gl.cast(tile, gl.int64) * (QUERIES * D)
     if OPTIONS.ordered:
-        _, own, walked, tiles = program
-        in_head = tile - head * tiles[0]
-        before = predecessors(in_head, own, walked, tiles, KEYS, QUERIES, OPTIONS)
-        mbarrier.wait(may_add.index(0), step & 1, pred=tile >= 0)
-        store_or_add(sums, dq, (tile >= 0) & (before > 0), (tile >= 0) & (before == 0))
+        stores = (in_head >= stored[0]) & (in_head < stored[1])
+        if tile >= 0:
+            wait_for_turn(CONSUMER)
+            store_or_add(sums, dq, not stores, stores)
     else:
         reduce_add(sums, dq, tile >= 0)
 
@@ -289,10 +308,10 @@ def _step(
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
-    program,  # (work, and what work_of_tile returned)
+    stored,  # see _add_dq
     k_buffer,
     step,  # of all tiles
-    previous,  # the previous step's tile, from the group's first one on, -1 in step 0; and its head
+    previous,  # the previous step's tile, from the group's first one on, -1 in step 0; in its head
     diagonal,
     limits,
     scales,
@@ -308,7 +327,7 @@ def _step(
 
     Returns the next tile's scores, dK and dV.
     """
-    _, _, _, _, q_full, do_full, may_add = barriers
+    _, _, _, _, q_full, do_full = barriers
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     _, scale_log2, tanh_scale = scales
     QUERIES: gl.constexpr = q_smem.shape[1]
@@ -366,7 +385,7 @@ def _step(
     s = start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, HAS_SOFTCAP, SCORES)
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
-    _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
+    _add_dq(dq_own, dq, stored, previous, QUERIES, D, CONSUMER, OPTIONS)
     mbarrier.wait(do_full.index(next_slot), next_phase)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
@@ -390,7 +409,7 @@ def _consumer(
 ):
     """dK and dV of 64 keys of each tile, and half of each tile of dQ."""
     dk_out, dv_out, dk_strides, dv_strides, widths_div8 = stores
-    k_full, v_full, k_empty, v_empty, q_full, do_full, may_add = barriers
+    k_full, v_full, k_empty, v_empty, q_full, do_full = barriers
     k_smem, q_smem, statistics_smem = buffers[0], buffers[2], buffers[4]
     scale, tanh_scale = scales[0], scales[2]
     QUERIES: gl.constexpr = q_smem.shape[1]
@@ -409,14 +428,17 @@ def _consumer(
     index = _told(indices, 0)
     while index < stop_index:
         own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
-        program = (work, own, walked, tiles)
-        first_key, kv_head, n_keys, offset, k_at = own[0], own[1], own[2], own[3], own[5]
-        first, per_head = walked[0], walked[3]
+        first_key, kv_head, n_keys, offset = own[0], own[1], own[2], own[3]
+        stored = (0, 0)
+        if OPTIONS.ordered:
+            stored = tiles_to_store(own, walked, tiles, KEYS, QUERIES, OPTIONS)
+        first = walked[0]
+        ahead = walked[4]
         n_tiles, first_tile = tiles[0], tiles[1]
         own_key = first_key + CONSUMER * OWN
         limits = (work[2], n_keys - own_key)
         diagonal = first * QUERIES + offset - own_key
-        bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
+        bounds = steps_of_head(diagonal, limits, walked, OWN, QUERIES, OPTIONS)
         group = first_tile + kv_head * HEADS_PER_KV * n_tiles
         dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
         dq_own += fragment_offsets(DQ_WIDTH, DQ)
@@ -437,22 +459,22 @@ def _consumer(
         mbarrier.arrive(k_empty.index((turn + 1) & 1), count=1, pred=turn > 0)
         named_barrier_arrive_at(ds_written(CONSUMER, step), CONSUMERS)
         previous_tile = -1
-        previous_head = 0
+        previous_in_head = 0
         for head in range(HEADS_PER_KV):
             for part in gl.static_range(3):
                 if has_part(part, OPTIONS):
                     for j in range(bounds[part], bounds[part + 1]):
                         s, dk, dv = _step(
-                            barriers, buffers, ds_smem, dq_own, program, k_buffer, step,
-                            (previous_tile, previous_head), diagonal + j * QUERIES, limits, scales,
-                            s, dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
+                            barriers, buffers, ds_smem, dq_own, stored, k_buffer, step,
+                            (previous_tile, previous_in_head), diagonal + j * ahead * QUERIES,
+                            limits, scales, s, dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
                         )  # fmt: skip
                         step += 1
-                        tile = first + j
+                        tile = first + j * ahead
                         if part < 2:  # behind a left edge no walk begins in the middle
                             tile = wrapped(tile, n_tiles)
                         previous_tile = head * n_tiles + tile
-                        previous_head = head
+                        previous_in_head = tile
 
         mbarrier.arrive(v_empty.index(0), count=1)
         # Once more, with a number that the compiler takes for another one, as uniform registers are
@@ -475,8 +497,8 @@ def _consumer(
             fence_async_shared()
             store_tile(dv_out, k_at, kv_head, own_key, staged, OPTIONS.packed)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        previous = (previous_tile, previous_head)
-        _add_dq(dq_own, dq, program, previous, step - 1, may_add, QUERIES, D, OPTIONS)
+        previous = (previous_tile, previous_in_head)
+        _add_dq(dq_own, dq, stored, previous, QUERIES, D, CONSUMER, OPTIONS)
         if OPTIONS.ordered:
             named_barrier_arrive_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
         named_barrier_arrive_at(ds_written(CONSUMER, step + 2), CONSUMERS)
@@ -520,7 +542,7 @@ def hopper_backward_kernel(
     dk_out,  # (B, G, N_k, D), tiles of (OWN, D); a pointer to fp32 sums if ``adds``
     dv_out,
     key_tiles_ptr,  # the table of schedule.packed_tiles_kernel, of keys, if ``packed``, else None
-    counters_ptr,  # int32, zeros: tiles taken from others; if ``ordered``, (B · H · tiles,) follow
+    counters_ptr,  # int32, zeros: tiles taken; if ``ordered``, (B · H · tiles,) of tiles of dQ
     N_QUERIES,
     N_KEYS,
     N_TILES,  # of keys, of all heads; if ``packed``, at most
@@ -540,7 +562,7 @@ def hopper_backward_kernel(
     D_DIV8,  # D / 8, likewise
     OPTIONS: gl.constexpr,  # backward_common.BackwardOptions
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or if ``ordered`` ``N_TILES``.
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or in rings ``N_TILES``.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``band``: how many keys before that one a query sees, if ``has_left``.
@@ -556,10 +578,7 @@ def hopper_backward_kernel(
     v_empty = new_barriers(1, 2)
     q_full = new_barriers(STAGES, 1)
     do_full = new_barriers(STAGES, 1)
-    may_add = q_full  # of no use
-    if OPTIONS.ordered:
-        may_add = new_barriers(1, 1)
-    barriers = (k_full, v_full, k_empty, v_empty, q_full, do_full, may_add)
+    barriers = (k_full, v_full, k_empty, v_empty, q_full, do_full)
     dk_strides = (stride_dkb, stride_dkh, stride_dkk)
     dv_strides = (stride_dvb, stride_dvh, stride_dvk)
     stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)

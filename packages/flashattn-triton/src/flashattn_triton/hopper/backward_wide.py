@@ -63,8 +63,8 @@ from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
-    signal_successors,
 )
+from flashattn_triton.hopper.turns import wait_for_turn
 
 QUERIES = gl.constexpr(64)  # of a step
 HALF = gl.constexpr(32)  # queries whose dP a consumer holds at a time
@@ -184,7 +184,7 @@ def _half_step(
 
     Returns dS, dK and dV.
     """
-    _, q_full, _, may_add = barriers
+    _, q_full, _ = barriers
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     _, scale_log2, tanh_scale = scales
     DTYPE: gl.constexpr = q_smem.dtype
@@ -226,14 +226,17 @@ def _half_step(
     dq = _start_dq(ds_before, k_smem, opaque_zero, THIRD, CONSUMER)
     if SECOND:
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+        if not OPTIONS.ordered:  # else after the additions
+            named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
         mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     # One branch around all additions, because a condition on each of them costs registers.
     if previous_tile >= 0:
         if OPTIONS.ordered and not SECOND:
-            mbarrier.wait(may_add.index((step - 1) % STAGES), ((step - 1) // STAGES) & 1)
+            wait_for_turn(CONSUMER)
         _add_dq(dq_own, previous_tile, dq, THIRD)
+    if OPTIONS.ordered and SECOND:
+        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
     return ds, dk, dv
 
 
@@ -246,7 +249,6 @@ def _step(
     step,
     steps,
     previous_tile,
-    order_counters,  # one for each tile of dQ of the group of heads, if ``ordered``
     diagonal,
     limits,
     scales,
@@ -276,8 +278,6 @@ def _step(
     s = _start_scores(
         k_smem, q_smem, statistics_smem, opaque_zero, next_slot, CONSUMER, HAS_SOFTCAP
     )
-    if OPTIONS.ordered:  # additions become visible while the tensor cores compute the scores
-        signal_successors(order_counters + previous_tile, previous_tile >= 0)
     mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -291,7 +291,6 @@ def _consumer(
     buffers,
     ds_smem,
     dq_ptr,
-    order_counters_ptr,
     scales,
     work,
     CONSUMER: gl.constexpr,
@@ -299,7 +298,7 @@ def _consumer(
 ):
     """dK and dV of 64 keys, and half of each tile of dQ."""
     dk_out, dv_out = stores
-    kv_full, q_full, do_full, may_add = barriers
+    kv_full, q_full, do_full = barriers
     k_smem, v_smem, q_smem, _, statistics_smem = buffers
     sizes, tiles_ptr, band = work
     N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, first_offset = sizes
@@ -307,13 +306,14 @@ def _consumer(
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     own, walked, tiles = work_of_program(work, KEYS, QUERIES, OPTIONS)
     first_key, kv_head, n_keys, offset, _, _ = own
-    first, _, _, per_head = walked
+    first, per_head = walked[0], walked[3]
     n_tiles, first_tile, _ = tiles
     own_key = first_key + CONSUMER * OWN
     limits = (band, n_keys - own_key)
     steps = per_head * HEADS_PER_KV
     diagonal = first * QUERIES + offset - own_key
-    bounds = steps_of_head(diagonal, limits, per_head, OWN, QUERIES, OPTIONS)
+    bounds = steps_of_head(diagonal, limits, walked, OWN, QUERIES, OPTIONS)
+    ahead = walked[4]
     group = first_tile + kv_head * HEADS_PER_KV * n_tiles
     dq_group = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * PARTS * PART)
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -322,9 +322,6 @@ def _consumer(
         dq_group + CONSUMER * 4096 + fragment_offsets(PART, DQ),
         dq_group + 2 * 4096 + CONSUMER * 2048 + fragment_offsets(PART // 2, DQ_THIRD),
     )
-    order_counters = order_counters_ptr
-    if OPTIONS.ordered:
-        order_counters += group
 
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
@@ -344,11 +341,11 @@ def _consumer(
                 for j in range(bounds[part], bounds[part + 1]):
                     s, dk, dv = _step(
                         barriers, buffers, ds_smem, dq_own, step, steps, previous_tile,
-                        order_counters, diagonal + j * QUERIES, limits, scales, s, dk, dv,
+                        diagonal + j * ahead * QUERIES, limits, scales, s, dk, dv,
                         CONSUMER, OPTIONS, part != 1,
                     )  # fmt: skip
                     step += 1
-                    tile = first + j
+                    tile = first + j * ahead
                     if part < 2:  # behind a left edge no walk begins in the middle
                         tile = wrapped(tile, n_tiles)
                     previous_tile = head + tile
@@ -363,7 +360,7 @@ def _consumer(
         HEADS_PER_KV,
         first_offset,
     )
-    first_key, kv_head, _, _, _, _, k_at, _ = key_tile_at(
+    first_key, kv_head, _, _, _, _, k_at, _, _ = key_tile_at(
         gl.program_id(0), gl.num_programs(0), sizes, tiles_ptr, KEYS, OPTIONS
     )
     own_key = first_key + CONSUMER * OWN
@@ -376,13 +373,13 @@ def _consumer(
     store_tile(dv_out, k_at, kv_head, own_key, own_v, OPTIONS.packed)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     if OPTIONS.ordered:
-        mbarrier.wait(may_add.index((steps - 1) % STAGES), ((steps - 1) // STAGES) & 1)
+        wait_for_turn(CONSUMER)
     _add_dq(dq_own, previous_tile, dq, False)
     dq_third = _start_dq(ds_tile, k_smem, opaque_zero, True, CONSUMER)
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
     _add_dq(dq_own, previous_tile, dq_third, True)
     if OPTIONS.ordered:
-        signal_successors(order_counters + previous_tile, previous_tile >= 0)
+        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):
@@ -425,7 +422,7 @@ def wide_backward_kernel(
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     buffers = allocate_buffers(loads, PARTS)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, QUERIES)
-    barriers = allocate_barriers(STAGES if OPTIONS.ordered else 0)
+    barriers = allocate_barriers()
     stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
@@ -435,11 +432,9 @@ def wide_backward_kernel(
         gl.warp_specialize([
             (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS)),
             (_consumer, (
-                stores, barriers, buffers, ds_smem, dq_ptr, order_counters_ptr, scales, work, 0,
-                OPTIONS,
+                stores, barriers, buffers, ds_smem, dq_ptr, scales, work, 0, OPTIONS,
             )),
             (_consumer, (
-                stores, barriers, buffers, ds_smem, dq_ptr, order_counters_ptr, scales, work, 1,
-                OPTIONS,
+                stores, barriers, buffers, ds_smem, dq_ptr, scales, work, 1, OPTIONS,
             )),
         ], [4, 4], [240, 240])  # fmt: skip

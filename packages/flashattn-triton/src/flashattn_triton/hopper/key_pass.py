@@ -91,7 +91,7 @@ def _probabilities(s, statistics, diagonal, limits, scales, OPTIONS: gl.constexp
 @gluon.jit
 def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.constexpr):
     """P, and dV."""
-    kv_full, q_full, do_full, _ = barriers
+    kv_full, q_full, do_full = barriers
     _, v_smem, q_smem, do_smem, statistics_smem = buffers
     HAS_SOFTCAP: gl.constexpr = scales[2] is not None
     PRODUCTS: gl.constexpr = 1 if HAS_SOFTCAP else 2  # that compute scores
@@ -99,7 +99,7 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     own, walked, _ = work_of_program(work, TILE, TILE, OPTIONS)
     first_key, kv_head, n_keys, offset, _, k_at = own
-    first, _, _, per_head = walked
+    first, per_head = walked[0], walked[3]
     limits = (work[2], n_keys - first_key)
     diagonal = first * TILE + offset - first_key
     steps = per_head * work[0][3]
@@ -144,7 +144,7 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
 @gluon.jit
 def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.constexpr):
     """dS, and dK."""
-    kv_full, q_full, do_full, _ = barriers
+    kv_full, q_full, do_full = barriers
     k_smem, v_smem, q_smem, do_smem, statistics_smem = buffers
     DTYPE: gl.constexpr = q_smem.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
@@ -218,7 +218,7 @@ def key_pass_kernel(
     # A thread's neighbours in a row are stored together; rows of eight threads in other banks.
     P_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0])
     p_smem = gl.allocate_shared_memory(gl.float32, [TILE, TILE], P_LAYOUT)
-    barriers = allocate_barriers(0)
+    barriers = allocate_barriers()
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
 

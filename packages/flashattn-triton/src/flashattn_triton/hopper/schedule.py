@@ -22,14 +22,12 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashattn_triton.hopper.support import tma_load, tma_store, wait_for_predecessors
+from flashattn_triton.hopper.support import tma_load, tma_store
 
 PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
-WARPS = gl.constexpr(4)  # of the backward kernels' producer, and of each consumer
 SEQUENCES = 64  # whose tiles one program of packed_tiles_kernel writes
 
 
@@ -293,11 +291,16 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
 
 @gluon.jit
 def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
-    """A tile of KEYS keys: (first key, key head, queries, keys, offset, q_at, k_at, sequence).
+    """A tile of KEYS keys, and whether its :func:`walk` goes backwards.
 
-    Queries, keys and offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for
-    :func:`load_tile`. Programs take one head after another, the last ones together, and of a head
-    the first tile of keys first, which most queries see, or the last one first if ``ordered``.
+    (first key, key head, queries, keys, offset, q_at, k_at, sequence, backwards): queries, keys and
+    offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for :func:`load_tile`.
+
+    Programs take one head after another, and of a head the first tile of keys first, which most
+    queries see. If ``ordered`` they take the last one first, and as many heads together as have
+    tiles for all. With the longest tiles last, some programs would end late: 5 %. So the last heads
+    have the other order, and their walks go backwards: all begin at the last tile of queries, one
+    after the other.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if OPTIONS.packed:
@@ -310,21 +313,28 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
     else:
         n_tiles = gl.cdiv(N_KEYS, KEYS)
         n_heads = n_tiles_of_all // n_tiles
+    backwards = False
     if OPTIONS.at_once > 0:
         # The last heads come together, their shortest tiles last, when other programs end: 3 %.
         together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
         if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
             together = gl.where(together == n_heads, n_heads, 1)
-        first_head = min(index // n_tiles, n_heads - together)
-        together = gl.where(first_head == n_heads - together, together, 1)
+        last = n_heads - together
+        is_last = index >= last * n_tiles
+        size = 1
+        if OPTIONS.ordered:  # programs that wait for one another begin further apart
+            size = together
+            backwards = is_last & (last > 0)
+        first_head = gl.where(is_last, last, index // (n_tiles * size) * size)
+        size = gl.where(is_last, together, min(size, last - first_head))
         index -= first_head * n_tiles
-        head = first_head + index % together
-        tile = index // together
+        head = first_head + index % size
+        tile = index // size
     else:
         head = index // n_tiles
         tile = index % n_tiles
     if OPTIONS.ordered:
-        tile = n_tiles - 1 - tile
+        tile = gl.where(backwards, tile, n_tiles - 1 - tile)
     first_key = tile * KEYS
     if OPTIONS.packed:
         q_at = (end_q, END - n_queries)
@@ -338,20 +348,26 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
         n_keys = N_KEYS
         q_at = (sequence, 0)
         k_at = (sequence, 0)
-    return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence
+    return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards
+
+
+@gluon.constexpr_function
+def both_ways(options):
+    """Whether there are walks that go backwards, see :func:`key_tile_at`."""
+    return options.ordered and options.at_once > 0
 
 
 @gluon.jit
 def walk(
     first_key, offset, band, n_tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-    OPTIONS: gl.constexpr, ring,
+    OPTIONS: gl.constexpr, ring, backwards,
 ):  # fmt: skip
-    """Which of a head's tiles of queries see some key here: (first, last, wrap, count).
+    """Which of a head's tiles of queries see some key here: (first, last, wrap, count, ahead).
 
     The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
     start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
     tile 0. Otherwise it is ``first``, of the next head. If ``ordered`` they start at different
-    tiles only in a ``ring``, see :func:`ring_of`.
+    tiles only in a ``ring``, see :func:`ring_of`. ``ahead`` is 1, or -1 if it goes ``backwards``.
     """
     first = 0
     last = n_tiles - 1
@@ -359,45 +375,33 @@ def walk(
         first = min(max(first_key - offset, 0) // QUERIES, last)
     if OPTIONS.has_left:
         last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
+    if both_ways(OPTIONS):
+        begin = gl.where(backwards, last, first)
+        end = gl.where(backwards, first, last)
+        return begin, end, begin, last - first + 1, gl.where(backwards, -1, 1)
     if OPTIONS.is_causal or OPTIONS.has_left:
-        return first, last, first, last - first + 1
+        return first, last, first, last - first + 1, 1
     if OPTIONS.ordered:
-        return gl.where(ring > 0, first_key // QUERIES, 0), last, 0, n_tiles
-    return (first_key // QUERIES) % n_tiles, last, 0, n_tiles
+        return gl.where(ring > 0, first_key // QUERIES, 0), last, 0, n_tiles, 1
+    return (first_key // QUERIES) % n_tiles, last, 0, n_tiles, 1
 
 
 @gluon.jit
 def next_query_tile(tile, head, walked):
     """The next tile of queries of a :func:`walk`; after a head's last one, of the next head."""
-    first, last, wrap, _ = walked
-    tile = gl.where(tile == last, wrap, tile + 1)
+    first, last, wrap, _, ahead = walked
+    tile = gl.where(tile == last, wrap, tile + ahead)
     return tile, gl.where(tile == first, head + 1, head)
 
 
 @gluon.jit
-def predecessors(
-    tile, own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
-):
-    """How many programs come to a tile of dQ before this one; see ``work_of_program``.
+def place_of_tile(head, tile, tiles):
+    """A tile of queries among those of all heads and sequences.
 
-    In a ring, the step in which a program comes to the tile decides.
+    ``tiles``: as ``backward_common.work_of_tile`` returns them.
     """
-    first_key, _, n_keys, offset, _, _ = own
-    n_tiles, _, ring = tiles
-    first = walked[0]
-    last_key = n_keys - 1
-    if OPTIONS.is_causal:  # the last tile of queries is walked over by all programs
-        seen = min(last_key, (tile + 1) * QUERIES - 1 + offset)
-        last_key = gl.where(tile == n_tiles - 1, last_key, seen)
-    last_tile = max(last_key, 0) // KEYS
-    n = last_tile - first_key // KEYS
-    if OPTIONS.ring > 0:
-        STRIDE: gl.constexpr = KEYS // QUERIES  # of first tiles of queries in a ring
-        wrapped = gl.where(tile < first, tile // STRIDE + 1, 0)
-        counted = gl.where(tile < first, tile + n_tiles, tile)
-        in_ring = min(counted // STRIDE, last_tile) - first_key // KEYS + wrapped
-        n = gl.where(ring > 0, in_ring, n)
-    return n
+    n_tiles, first_tile, _ = tiles
+    return first_tile + head * n_tiles + tile
 
 
 @gluon.jit
@@ -411,16 +415,3 @@ def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl
     n = gl.cdiv(max(n_keys, 1), KEYS)
     fits = (n <= RING // 2) | ((n <= RING) & (8 * n >= 7 * RING))
     return gl.where(fits & ((n - 1) * (KEYS // QUERIES) < n_tiles), n, 0)
-
-
-@gluon.jit
-def allow_addition(may_add, order_counter, before, SIGNALS: gl.constexpr):
-    """Waits until ``before`` programs have added to a tile of dQ, and then arrives at ``may_add``.
-
-    The producer calls this, and consumers wait at ``may_add``: a loop around a load within a
-    consumer's loop makes ptxas keep all addresses in vector registers, and spill.
-    ``order_counter``: the tile's, which a program increments SIGNALS times, once by each warp that
-    signals.
-    """
-    wait_for_predecessors(order_counter, before * SIGNALS)
-    mbarrier.arrive(may_add, count=1)

@@ -14,8 +14,8 @@ from flashattn_triton.triton_versions import rounds_in_pairs, tma_copies, views_
 tma_load, tma_store = tma_copies()
 ROUNDS_IN_PAIRS = gl.constexpr(rounds_in_pairs())
 VIEWS_ARE_PUBLIC = gl.constexpr(views_are_public())
-# Hardware barriers 0 to 7 are left to Triton, which takes one per partition.
-FIRST_NAMED_BARRIER = gl.constexpr(8)
+# Of 16 hardware barriers, Triton takes one for each of at most four partitions, and one more.
+FIRST_NAMED_BARRIER = gl.constexpr(5)
 
 
 @gluon.jit
@@ -89,29 +89,42 @@ def store_or_add(pointers, x, adds, stores):
     )
 
 
-@gluon.jit
-def wait_for_predecessors(order_counter, n_signals):
-    """Waits until the ``order_counter`` has reached ``n_signals``.
-
-    Predecessors increment the counter after their additions (:func:`signal_successors`), which are
-    visible when this wait ends. The counter may be larger: other warps of this warp group wait for
-    the same number, and may have gone on and incremented it already.
-    """
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred waits;
-        .reg .b32 now;
-        setp.gt.s32 waits, $2, 0;
-        @!waits bra done;
-        again:
+@gluon.constexpr_function
+def _wait_and_arrive(barrier, threads):
+    return f"""{{
+        .reg .pred other, again;
+        .reg .b32 warp, now;
+        mov.u32 warp, %tid.x;
+        and.b32 warp, warp, 96;
+        setp.ne.s32 other, warp, 64;
+        @other bra done;
+        setp.le.s32 again, $2, 0;
+        @again bra reached;
+        look:
         ld.acquire.gpu.global.b32 now, [$1];
-        setp.lt.s32 waits, now, $2;
-        @waits bra again;
+        setp.lt.s32 again, now, $2;
+        @again bra look;
+        reached:
+        bar.warp.sync 0xffffffff;
+        bar.arrive {barrier}, {threads};
+        bar.arrive {barrier + 1}, {threads};
         done:
         mov.b32 $0, 0;
-        }""",
+        }}"""
+
+
+@gluon.jit
+def wait_for_predecessors(order_counter, before, INDEX: gl.constexpr, THREADS: gl.constexpr):
+    """A kernel's third warp waits until the ``order_counter`` has reached ``before``.
+
+    It then arrives at hardware barriers ``INDEX`` and ``INDEX + 1``. What predecessors had added to
+    memory before they incremented the counter is visible to who waits there.
+    """
+    PTX: gl.constexpr = _wait_and_arrive(FIRST_NAMED_BARRIER + INDEX, THREADS)
+    gl.inline_asm_elementwise(
+        PTX,
         "=r,l,r",
-        [order_counter.to(gl.int64), gl.to_tensor(n_signals)],
+        [order_counter.to(gl.int64), gl.to_tensor(before)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -119,25 +132,23 @@ def wait_for_predecessors(order_counter, n_signals):
 
 
 @gluon.jit
-def signal_successors(order_counter, condition):
-    """If ``condition`` holds, each warp adds 1 to ``order_counter``, for successors that wait.
+def signal_successors(order_counter):
+    """The first thread of a kernel's second warp adds 1 to the ``order_counter``.
 
-    What the warp has added to memory is visible to them then, and what other warps had added when
-    they arrived at a barrier at which this warp has waited since.
+    What others had added to memory when they arrived at a barrier at which the warp has waited
+    since is visible then to successors.
     """
     gl.inline_asm_elementwise(
         """{
-        .reg .pred holds;
-        .reg .b32 lane;
-        mov.u32 lane, %laneid;
-        setp.ne.s32 holds, $2, 0;
-        setp.eq.and.u32 holds, lane, 0, holds;
-        bar.warp.sync 0xffffffff;
-        @holds red.release.gpu.global.add.s32 [$1], 1;
+        .reg .pred own;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.s32 own, thread, 32;
+        @own red.release.gpu.global.add.s32 [$1], 1;
         mov.b32 $0, 0;
         }""",
-        "=r,l,r",
-        [order_counter.to(gl.int64), condition.to(gl.int32)],
+        "=r,l",
+        [order_counter.to(gl.int64)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -204,14 +215,14 @@ def _barrier_instruction(operation, barrier, threads):
 
 @gluon.jit
 def named_barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
-    """Arrives at hardware barrier ``INDEX`` (0 to 7) and waits until ``THREADS`` have arrived."""
+    """Arrives at hardware barrier ``INDEX`` (0 to 10) and waits until ``THREADS`` have arrived."""
     PTX: gl.constexpr = _barrier_instruction("bar.sync", FIRST_NAMED_BARRIER + INDEX, THREADS)
     gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def named_barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
-    """Arrives at hardware barrier ``INDEX`` (0 to 7) without waiting."""
+    """Arrives at hardware barrier ``INDEX`` (0 to 10) without waiting."""
     PTX: gl.constexpr = _barrier_instruction("bar.arrive", FIRST_NAMED_BARRIER + INDEX, THREADS)
     gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
