@@ -11,8 +11,8 @@ task each, so that none of them waits for what another does:
     third   waits until the next tile's predecessors have incremented its counter, and lets the
             consumers add
 
-An increment comes when the additions are in memory, which takes half a step, and so does a look at
-a counter: one warp for both would hold up the consumers.
+An increment comes when the additions are in memory, which takes a good part of a step, and so does
+a look at a counter: one warp for both would hold up the consumers.
 
     under a mask    predecessors have later keys. Each program begins at its diagonal, the first
                     tile of queries that sees its keys, and they begin at later tiles
