@@ -163,7 +163,7 @@ def install_alone(dist: Path, name: str, resolution: str, python: Path, folder: 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
-def test_readme_runs_with_the_wheel_alone(
+def test_the_wheel_alone_is_enough(
     dist: Path, name: str, resolution: str, python: Path, tmp_path: Path
 ) -> None:
     """Only the declared requirements are there; siblings come from the folder just built."""
@@ -185,6 +185,17 @@ def test_readme_runs_with_the_wheel_alone(
     subprocess.run(
         [python, "-W", "error", "-W", numpy, "-c", program], check=True, cwd=tmp_path, timeout=120
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
+def test_pages_run_with_the_wheel_alone(
+    dist: Path, name: str, resolution: str, python: Path, tmp_path: Path
+) -> None:
+    """The blocks of its README and further pages, and of those that need an extra."""
+    install_alone(dist, name, resolution, python, tmp_path)
     package = ROOT / "packages" / name
     pages = [package / "README.md", *sorted(package.glob("docs/*.md"))]
     needed: dict[str, list[Path]] = {}  # pages by the extra that some of their blocks need

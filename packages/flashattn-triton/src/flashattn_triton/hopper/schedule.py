@@ -286,7 +286,7 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
     return start, stop // KEYS
 
 
-# ---- backward: one tile of keys for each program -------------------------------------------------
+# ---- backward: tiles of keys, and walks over queries ---------------------------------------------
 
 
 @gluon.jit
