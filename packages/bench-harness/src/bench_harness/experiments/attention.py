@@ -200,7 +200,9 @@ class Attention(Experiment):
             timed += len(names) * config["heads"] * sum(scores) / 2**31
         of_cute = (6 if list(config["passes"]) == ["forward"] else 18) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
-        return float(7 + len(names) + compiled + of_cute + 0.07 * cells * passes + timed)
+        of_windows = 5 if config["window"] else 0  # their kernels are the longest
+        beside = 7 + len(names) + compiled + of_cute + of_windows
+        return float(beside + 0.07 * cells * passes + timed)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
         """The grid with all statistics, medians, the cost of features."""
