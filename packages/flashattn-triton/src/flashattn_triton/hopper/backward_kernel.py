@@ -241,7 +241,7 @@ def _producer(
                     adding = take_turns(
                         of_tile, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
                     )  # fmt: skip
-            # Late, so that who ends first begins the next tile. A step later costs 10 to 20 % where
+            # Late, so that who ends first begins the next tile. A step later costs up to 20 % where
             # programs add in order.
             if not IN_RINGS and of_tile == max(steps - 2, 0):
                 next_index = n_begun + gl.atomic_add(counters_ptr, 1)
