@@ -213,6 +213,7 @@ class HopperBackwardCall:
         if ordered and left is right is None:
             # So many programs surely run at the same time, also beside another kernel's.
             most_in_ring = forward.multiprocessors(device) // 2
+        # Of packed sequences, the longest come first, and short ones end the launch.
         elif left is None and right is not None and not (ordered and packed):
             at_once = forward.multiprocessors(device)
         maps: dict[str, Parameter] = {

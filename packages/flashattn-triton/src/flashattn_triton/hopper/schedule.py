@@ -298,9 +298,9 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
 
     Programs take one head after another, and of a head the first tile of keys first, which most
     queries see. If ``ordered`` they take the last one first, and as many heads together as have
-    tiles for all. With the longest tiles last, some programs would end late: 5 %. So the last heads
-    have the other order, and their walks go backwards: all begin at the last tile of queries, one
-    after the other.
+    tiles for all programs. With the longest tiles last, some would end late: 2 to 5 %. So the last
+    heads have the other order, and their walks go backwards: all begin at the last tile of queries,
+    one after the other.
     """
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if OPTIONS.packed:

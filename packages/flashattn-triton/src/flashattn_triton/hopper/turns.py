@@ -18,7 +18,7 @@ a look at a counter: one warp for both would hold up the consumers.
                     tile of queries that sees its keys, and they begin at later tiles
     the last heads  predecessors have earlier keys, and the walk goes backwards, from the last tile
                     of queries to the diagonal: see ``schedule.key_tile_at``
-    in a ring       see :func:`ring_of`; the step in which programs come to the tile decides
+    in a ring       see ``schedule.ring_of``; the step in which programs come to the tile decides
 
 Predecessors are in tiles of keys that are begun earlier, or in a ring at the same time.
 """
