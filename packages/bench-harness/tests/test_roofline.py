@@ -51,7 +51,8 @@ def test_rows_without_rates_are_left_as_they_are() -> None:
     assert list(roofline.with_roofline(frame)) == ["median_ms", "flops"]
 
 
-def test_a_copy_has_a_rate() -> None:
+def test_copies_and_products_have_rates() -> None:
+    assert roofline.sustained_rate(torch.device("cpu"), torch.float32) > 0
     assert roofline.memory_bandwidth(torch.device("cpu"), 2**20) > 0
 
 

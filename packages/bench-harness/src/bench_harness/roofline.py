@@ -165,6 +165,21 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = 
     return float(2 * n**3 / (fastest * 1e-3) / 1e12)
 
 
+def sustained_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of the same product after a second of it: what power and cooling allow for long.
+
+    A GPU that has just begun clocks higher, but a training step goes on for hours.
+    """
+    import torch
+
+    n, calls = (8192, 400) if device.type == "cuda" else (512, 5)
+    left, right, out = torch.randn(3, n, n, device=device, dtype=dtype)
+    samples = measure(
+        lambda: torch.mm(left, right, out=out), device=device, warmup=1, samples=3, calls=calls
+    )
+    return float(2 * n**3 / ((samples.device_ms or samples.wall_ms)[-1] * 1e-3) / 1e12)
+
+
 def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
     """GB/s that a copy within a device's memory reads and writes, at its fastest of five.
 

@@ -25,7 +25,13 @@ from basics_model.captured_step import CaptureError
 from bench_harness.core import CaseSkipped, Config, Progress, Row
 from bench_harness.distributed import on_rank_0, slowest_rank
 from bench_harness.environment import gpu_now
-from bench_harness.roofline import ceilings, step_bytes, step_work, training_flops
+from bench_harness.roofline import (
+    ceilings,
+    step_bytes,
+    step_work,
+    sustained_rate,
+    training_flops,
+)
 from bench_harness.timing import Samples, in_turns, record_sample, synchronize
 from bench_harness.traces import kineto
 from bench_harness.traces.step import of_rank, over_ranks
@@ -92,7 +98,9 @@ def measure_rank(
             dtype = compute_dtype(variant.precision)
             if variant.precision not in rates:
                 with precision_context(variant.precision, device):
-                    rates[variant.precision] = ceilings(device, dtype)
+                    rates[variant.precision] = ceilings(device, dtype) | {
+                        "sustained_tflop_s": sustained_rate(device, dtype)
+                    }
             row |= rates[variant.precision]
             if "d_model" in row:  # of a user's model nothing is known
                 row["ran"] = ran_in_model(variant.attention, {**config, **row}, dtype, device)
