@@ -36,6 +36,7 @@ _COLUMNS = row_tables.Columns(
     Column("optimizer_ms_median", "optimizer alone", "ms"),
     Column("host_ms_median", "host", "ms"),
     Column("peak_gib", "peak memory", "GiB"),
+    Column("floor_ms", "floor", "ms"),
     Column("parameter_gib", "parameters", "GiB"),
     Column("gradient_gib", "gradients", "GiB"),
     Column("state_gib", "optimizer state", "GiB"),
@@ -232,6 +233,8 @@ class TrainStep(Experiment):
         if "model_flops" in frame and "ceiling_tflop_s" in frame:
             rate = frame["model_flops"].astype("float64") / frame["median_ms"] / 1e9
             frame["mfu"] = 100 * rate / frame["ceiling_tflop_s"]
+            if "sustained_tflop_s" in frame:
+                frame["floor_ms"] = frame["median_ms"] * rate / frame["sustained_tflop_s"]
         made = []
         if frame["median_ms"].notna().any() or (frame["status"] != "ok").any():
             made.append(_steps(frame))
@@ -383,14 +386,15 @@ def _steps(frame: pd.DataFrame) -> Table:
         "Training steps",
         frame[frame["median_ms"].notna() | (frame["status"] != "ok")],
         f"{_ROW} {row_tables.STATISTICS} fastest_ms slowest_ms exposed_step_ms share speedup "
-        "speedup_low speedup_high optimizer_ms_median host_ms_median peak_gib mfu "
+        "speedup_low speedup_high optimizer_ms_median host_ms_median peak_gib mfu floor_ms "
         f"{row_tables.ROOFLINE} ran status error",
         "A sample is the mean over a block of steps without synchronisation inside, the slowest "
         "rank's. Exposed communication is the step minus the same step without communication. "
         "Where the host's time is close to the step's, the host is the limit. A busy host only "
         "adds time, so where samples scatter the fastest say more. MFU: the model's operations, "
         "causal and without recomputation, over the median step, relative to the rate of a matrix "
-        f"product. {roofline.NOTE}",
+        "product. Floor: those operations at the rate that such a product still has after a second "
+        f"of it, when power limits the clock. {roofline.NOTE}",
     )
 
 
