@@ -14,11 +14,11 @@ from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preproc
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
-DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
+DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128, "EARLY": False}
 #: Of preprocess_kernel: zeros are written everywhere.
 ZEROS = {
     "ORDERED": False,
-    "ZEROS": True,
+    "STORES": False,
     "KEYS": 128,
     "IS_CAUSAL": False,
     "HAS_LEFT": False,
@@ -109,23 +109,30 @@ def test_statistics_and_zeros(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "is_causal", "offset", "band", "seen"),
+    ("ordered", "lengths", "is_causal", "offset", "band", "seen"),
     [
-        ((500, 500), True, 0, None, (True, True, True, True)),
-        ((500, 200), True, -300, None, (False, False, True, True)),
-        ((500, 244), True, -256, None, (False, False, True, True)),
-        ((500, 245), True, -255, None, (False, True, True, True)),
-        ((500, 100), True, 0, 60, (True, True, False, False)),
-        ((500, 128), False, 10, 138, (True, True, False, False)),
-        ((500, 129), False, 10, 138, (True, True, True, False)),
-        ((500, 129), False, 10, 137, (True, True, True, False)),
-        ((500, 10), True, -1000, None, (False, False, False, True)),
-        ((500, 10), True, 1000, 900, (True, False, False, False)),
-        ((500, 0), False, 0, None, (False, False, False, False)),
+        (True, (500, 500), True, 0, None, (True, True, True, True)),
+        (True, (500, 200), True, -300, None, (False, False, True, True)),
+        (True, (500, 244), True, -256, None, (False, False, True, True)),
+        (True, (500, 245), True, -255, None, (False, True, True, True)),
+        (True, (500, 100), True, 0, 60, (True, True, False, False)),
+        (True, (500, 128), False, 10, 138, (True, True, False, False)),
+        (True, (500, 129), False, 10, 138, (True, True, True, False)),
+        (True, (500, 129), False, 10, 137, (True, True, True, False)),
+        (True, (500, 10), True, -1000, None, (False, False, False, True)),
+        (True, (500, 10), True, 1000, 900, (True, False, False, False)),
+        (True, (500, 0), False, 0, None, (False, False, False, False)),
+        (False, (500, 500), True, 0, None, (True, False, False, False)),
+        (False, (500, 129), True, 0, None, (True, False, False, False)),
+        (False, (500, 128), True, 0, None, (True, True, True, True)),
+        (False, (500, 400), True, -200, None, (False, True, False, False)),
+        (False, (500, 400), True, 1, None, (False, False, False, False)),
+        (False, (500, 100), True, 0, 60, (True, True, False, False)),
     ],
     ids=str,
 )
 def test_zeros_only_where_no_program_stores(
+    ordered: bool,
     lengths: tuple[int, int],
     is_causal: bool,
     offset: int,
@@ -141,13 +148,18 @@ def test_zeros_only_where_no_program_stores(
     counters = torch.full((5,), 7, dtype=torch.int32, device=DEVICE)
     numbers = (n_queries, 512, 1, n_keys, offset, band or 0, 8, -8.0)
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
-    flags |= {"SUM_WIDTH": 64, "ORDERED": True, "ZEROS": False, "KEYS": 128, "IS_CAUSAL": is_causal}
-    flags |= {"HAS_LEFT": band is not None, "BOTTOM_RIGHT": False}
+    flags |= {"SUM_WIDTH": 64, "KEYS": 128, "IS_CAUSAL": is_causal}
+    flags |= {
+        "HAS_LEFT": band is not None,
+        "BOTTOM_RIGHT": False,
+        "STORES": True,
+        "ORDERED": ordered,
+    }
     preprocess_kernel[(512 // ROWS,)](
         x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,
         *numbers, **flags, **DENSE,
     )  # fmt: skip
-    assert not counters.any()
+    assert not counters[: 5 if ordered else 1].any()
     stored = dq.reshape(4, 128, 64)
     assert stored.isnan().flatten(1).all(1).tolist() == list(seen)
     assert not stored[~torch.tensor(seen)].any()
@@ -164,8 +176,9 @@ def test_counters_become_zero_where_programs_have_no_tile() -> None:
     table[0, 0] = 1
     table[1] = torch.tensor([0, 70, 70, 70, 70, 1, 0, 0])
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
-    flags |= {"SUM_WIDTH": 64, "ORDERED": True, "ZEROS": True, "KEYS": 128, "IS_CAUSAL": False}
+    flags |= {"SUM_WIDTH": 64, "ORDERED": True, "STORES": False, "KEYS": 128, "IS_CAUSAL": False}
     flags |= {"HAS_LEFT": False, "BOTTOM_RIGHT": False, "PACKED": True, "FIELDS": 8, "QUERIES": 128}
+    flags |= {"EARLY": False}
     preprocess_kernel[(3 * 128 // ROWS,)](
         x, x, lse, None, parts, dq, counters, table.to(DEVICE), *strides_div8(x), *strides_div8(x),
         0, 0, 0, 70, 3 * 128, 1, 70, 0, 0, 8, -8.0, **flags,

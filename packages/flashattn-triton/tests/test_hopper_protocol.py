@@ -134,12 +134,26 @@ class Case:
         """Q, K and V."""
         return [torch.empty(x, dtype=self.dtype, device="meta") for x in self.shapes[:3]]
 
-    def tiles_that_see(self, queries: int) -> Any:
-        """Which tiles of so many queries see any key."""
-        rows = np.broadcast_to(self.seen(), self.lengths).any(1)
-        padded = np.zeros(-(-len(rows) // queries) * queries, dtype=bool)
-        padded[: len(rows)] = rows
-        return padded.reshape(-1, queries).any(1)
+    def stored_tiles(self, queries: int) -> Any:
+        """Which tiles of so many queries the program that comes first or alone stores.
+
+        That is one that sees the first 128 keys alone, of short causal problems, unless gradients
+        are deterministic.
+        """
+        seen = np.broadcast_to(self.seen(), self.lengths)
+
+        def tiles_that_see(keys: Any) -> Any:
+            padded = np.zeros(-(-len(keys) // queries) * queries, dtype=bool)
+            padded[: len(keys)] = keys.any(1)
+            return padded.reshape(-1, queries).any(1)
+
+        stored = tiles_that_see(seen)
+        if not self.options.deterministic:
+            stored &= ~tiles_that_see(seen[:, 128:])
+            stored &= self.options.band == (None, 0)
+            if seen.shape[1] > 128:  # all programs come to the last tile
+                stored[-1] = False
+        return stored
 
     def seen(self) -> Any:
         """(N_q, N_k)."""
@@ -235,9 +249,9 @@ def check_backward(
         run(call.last, query_pass, [q, k, v, do, statistics, dq_sum, None], schedule, changes)
         close(dq_sum, ds @ keys)
     else:
-        if problem.options.deterministic and width <= 128:  # a tile's first program stores
+        if width <= 128:
             in_tiles = dq_sum.reshape(*q.shape[:2], -1, queries, width)
-            in_tiles[:, :, problem.tiles_that_see(queries)] = np.nan
+            in_tiles[:, :, problem.stored_tiles(queries)] = np.nan
         if width > 128:
             turns = turns[1:] if problem.options.deterministic else None
         memory = [q, k, v, do, statistics, dq_sum, dk, dv, None, turns]
@@ -741,8 +755,8 @@ def test_packed_backward_on_random_schedules(
         statistics[rows] = parts.reshape(-1, 2, 8)
         in_tiles = dq_sum[rows].reshape(heads, -1, queries, width)
         in_tiles[:] = 0.0
-        if packed.options.deterministic and width <= 128:  # the first program stores
-            in_tiles[:, problem.tiles_that_see(queries)] = np.nan
+        if packed.options.deterministic and width <= 128:
+            in_tiles[:, problem.stored_tiles(queries)] = np.nan
         dq_sum[rows] = in_tiles.reshape(dq_sum[rows].shape)
         owned.append(rows)
     first = (ends[0] // queries + len(packed.problems)) * heads * queries

@@ -79,6 +79,7 @@ class BackwardOptions:
     has_left: no query sees a key more than ``band`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     ordered: programs add to a tile of dQ in a fixed order.
+    stores: programs store :func:`tiles_to_store`, so that no zeros need be there.
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
     at_once: how many programs the GPU runs at the same time, where a causal mask makes some longer
@@ -93,6 +94,7 @@ class BackwardOptions:
     packed: bool
     bottom_right: bool
     ordered: bool
+    stores: bool
     adds: bool
     ring: int
     at_once: int
@@ -214,6 +216,35 @@ def steps_of_head(
     if both_ways(OPTIONS):
         n_masked = gl.where(ahead < 0, per_head, n_masked)
     return 0, n_masked, n_seen, per_head
+
+
+@gluon.jit
+def tiles_to_store(
+    own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+):
+    """Of a head's tiles of dQ, those to which this program comes first: (first, last + 1).
+
+    Unless ``ordered``, those to which it alone comes, since they see the first tile of keys only.
+    """
+    first_key, _, n_keys, offset, _, _ = own
+    n_tiles, _, ring = tiles
+    first, _, _, _, ahead = walked
+    start = 0
+    stop = 0
+    if OPTIONS.is_causal:  # others see the tiles after the diagonal, and the last one
+        stop = min((first_key + KEYS - offset) // QUERIES, n_tiles - 1)
+        if not OPTIONS.ordered:
+            stop = gl.where(first_key == 0, stop, 0)
+    if OPTIONS.ring > 0:
+        start = gl.where(ring > 0, first, 0)
+        stop = gl.where(ring > 0, first + KEYS // QUERIES, 0)
+    stores_all = first_key + KEYS >= n_keys
+    if not OPTIONS.ordered:
+        stores_all = n_keys <= KEYS
+    stop = gl.where(stores_all, n_tiles, stop)
+    if both_ways(OPTIONS):
+        stop = gl.where(ahead < 0, gl.where(first_key == 0, n_tiles, 0), stop)
+    return start, stop
 
 
 @gluon.constexpr_function

@@ -76,6 +76,7 @@ from flashattn_triton.hopper.backward_common import (
     start_dq,
     start_scores,
     steps_of_head,
+    tiles_to_store,
     work_of_tile,
     wrapped,
 )
@@ -100,18 +101,19 @@ from flashattn_triton.hopper.schedule import (
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
+    allow_next_kernel,
     as_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     new_barriers,
     reduce_add,
     store_or_add,
+    wait_for_kernel_before,
 )
 from flashattn_triton.hopper.turns import (
     end_last_turn,
     first_turn,
     take_turns,
-    tiles_to_store,
     wait_for_turn,
 )
 
@@ -288,16 +290,16 @@ def _add_dq(
 ):  # fmt: skip
     """Adds this consumer's part of the previous step's tile of dQ to the sum in memory.
 
-    ``stored``: if ``ordered``, the tiles of a head to which this program comes first. It stores
-    them, so that no zeros need be there before.
+    ``stored``: as ``backward_common.tiles_to_store`` returns it.
     """
     tile, in_head = previous
     sums = dq_own + gl.cast(tile, gl.int64) * (QUERIES * D)
     if OPTIONS.ordered:
-        stores = (in_head >= stored[0]) & (in_head < stored[1])
         if tile >= 0:
             wait_for_turn(CONSUMER)
-            store_or_add(sums, dq, not stores, stores)
+    if OPTIONS.stores:
+        stores = (in_head >= stored[0]) & (in_head < stored[1])
+        store_or_add(sums, dq, (tile >= 0) & (not stores), (tile >= 0) & stores)
     else:
         reduce_add(sums, dq, tile >= 0)
 
@@ -430,7 +432,7 @@ def _consumer(
         own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
         first_key, kv_head, n_keys, offset = own[0], own[1], own[2], own[3]
         stored = (0, 0)
-        if OPTIONS.ordered:
+        if OPTIONS.stores:
             stored = tiles_to_store(own, walked, tiles, KEYS, QUERIES, OPTIONS)
         first = walked[0]
         ahead = walked[4]
@@ -584,6 +586,8 @@ def hopper_backward_kernel(
     stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
+    wait_for_kernel_before()
+    allow_next_kernel()
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     gl.warp_specialize([

@@ -37,6 +37,13 @@ def _store_parts(pointers, x):
 
 
 @triton.jit
+def _meet(PTX: tl.constexpr):
+    """An instruction between kernels, see support.py."""
+    zero = tl.zeros([1], tl.int32)
+    tl.inline_asm_elementwise(PTX, "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _index():
     """This program's number in the order of rows."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
@@ -117,20 +124,23 @@ def preprocess_kernel(
     ROWS: tl.constexpr,
     HAS_DL: tl.constexpr,
     ORDERED: tl.constexpr,  # programs of the main kernel add in a fixed order
-    ZEROS: tl.constexpr,  # they only add, and do not store first
-    KEYS: tl.constexpr,  # of a tile of the main kernel; this and what follows counts unless ZEROS
+    STORES: tl.constexpr,  # they store the tiles to which they come first, or alone unless ORDERED
+    KEYS: tl.constexpr,  # of a tile of the main kernel; this and what follows counts if STORES
     IS_CAUSAL: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,  # offset is without the difference of a packed sequence's lengths
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel may begin, and waits; see support.py
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds and counts.
 
-    Unless ZEROS, the sum becomes zero only in tiles of QUERIES rows to which no program comes.
+    If STORES, the sum becomes zero only in tiles of QUERIES rows that no program stores.
     Grid: tiles · B · H.
     """
+    if EARLY:
+        _meet("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
     if tl.program_id(0) == 0:
         tl.store(counters_ptr, 0)
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
@@ -170,8 +180,8 @@ def preprocess_kernel(
     tile = first_row // QUERIES
     if ORDERED and first_row % QUERIES == 0:
         tl.store(counters_ptr + 1 + first_padded // QUERIES + tile, 0)
-    zeroed = ZEROS
-    if not ZEROS:
+    zeroed = not STORES
+    if STORES:
         if PACKED:
             tile_of_all = _index() // (QUERIES // ROWS) // N_HEADS
             N_KEYS = tl.load(tiles_ptr + (1 + tile_of_all) * FIELDS + 4)
@@ -180,7 +190,10 @@ def preprocess_kernel(
         zeroed = N_KEYS == 0
         if IS_CAUSAL:  # programs come to the last tile in any case
             last_tile = tl.cdiv(n_rows, QUERIES) - 1
-            zeroed = zeroed | (((tile + 1) * QUERIES + offset <= 0) & (tile < last_tile))
+            last_seen = (tile + 1) * QUERIES + offset  # the key after it
+            zeroed = zeroed | ((last_seen <= 0) & (tile < last_tile))
+            if not ORDERED:
+                zeroed = zeroed | ((N_KEYS > KEYS) & ((last_seen > KEYS) | (tile == last_tile)))
         if HAS_LEFT:  # and to the first one
             first_seen = tile * QUERIES + offset - band
             zeroed = zeroed | ((first_seen >= tl.cdiv(N_KEYS, KEYS) * KEYS) & (tile > 0))
@@ -216,12 +229,15 @@ def postprocess_kernel(
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
+    EARLY: tl.constexpr,  # it begins early, and waits; see support.py
 ):
     """dQ = scale · sum, in the inputs' dtype, or added to it in fp32. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
     """
+    if EARLY:
+        _meet("griddepcontrol.wait; mov.b32 $0, 0;")
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, _, first_row, n_rows, first_token, first_padded = _rows_of_program(

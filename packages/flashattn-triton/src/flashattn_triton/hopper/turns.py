@@ -68,28 +68,6 @@ def predecessors(
     return n
 
 
-@gluon.jit
-def tiles_to_store(
-    own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
-):
-    """Of a head's tiles of dQ, those to which this program comes first: (first, last + 1)."""
-    first_key, _, n_keys, offset, _, _ = own
-    n_tiles, _, ring = tiles
-    first, _, _, _, ahead = walked
-    has_last_key = first_key + KEYS >= n_keys
-    start = 0
-    stop = 0
-    if OPTIONS.is_causal:  # others see the tiles after the diagonal, and the last one
-        stop = min((first_key + KEYS - offset) // QUERIES, n_tiles - 1)
-    if OPTIONS.ring > 0:
-        start = gl.where(ring > 0, first, 0)
-        stop = gl.where(ring > 0, first + KEYS // QUERIES, 0)
-    stop = gl.where(has_last_key, n_tiles, stop)
-    if both_ways(OPTIONS):
-        stop = gl.where(ahead < 0, gl.where(first_key == 0, n_tiles, 0), stop)
-    return start, stop
-
-
 # ---- producer ------------------------------------------------------------------------------------
 #
 # Consumers add to a step's tile of dQ in their next step. The producer loads tiles of Q and dO when
