@@ -295,10 +295,12 @@ def _add_dq(
     tile, in_head = previous
     sums = dq_own + gl.cast(tile, gl.int64) * (QUERIES * D)
     if OPTIONS.ordered:
+        stores = (in_head >= stored[0]) & (in_head < stored[1])
         if tile >= 0:
             wait_for_turn(CONSUMER)
-    if OPTIONS.stores:
-        stores = (in_head >= stored[0]) & (in_head < stored[1])
+            store_or_add(sums, dq, not stores, stores)
+    elif OPTIONS.stores:
+        stores = in_head < stored[1]
         store_or_add(sums, dq, (tile >= 0) & (not stores), (tile >= 0) & stores)
     else:
         reduce_add(sums, dq, tile >= 0)

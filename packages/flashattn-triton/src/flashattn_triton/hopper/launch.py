@@ -76,10 +76,12 @@ def hopper_launch(
     Callers make the device current, always the same. ``early``: the kernel begins when the one
     before allows it, and waits for it itself.
     """
+    options = triton_versions.hopper_options()
+    if early:
+        options["launch_pdl"] = True
     return Launch(
-        kernel, None, programs, parameters, numbers, constants, by_triton=False, launch_pdl=early,
-        **triton_versions.hopper_options(),
-    )  # fmt: skip
+        kernel, None, programs, parameters, numbers, constants, by_triton=False, **options
+    )
 
 
 def edges(n_queries: int, n_keys: int, problem: Problem) -> tuple[int, int]:
