@@ -14,11 +14,12 @@ from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preproc
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
-DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128, "EARLY": False}
+DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
 #: Of preprocess_kernel: zeros are written everywhere.
 ZEROS = {
     "ORDERED": False,
     "STORES": False,
+    "EARLY": False,
     "KEYS": 128,
     "IS_CAUSAL": False,
     "HAS_LEFT": False,
@@ -149,12 +150,8 @@ def test_zeros_only_where_no_program_stores(
     numbers = (n_queries, 512, 1, n_keys, offset, band or 0, 8, -8.0)
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
     flags |= {"SUM_WIDTH": 64, "KEYS": 128, "IS_CAUSAL": is_causal}
-    flags |= {
-        "HAS_LEFT": band is not None,
-        "BOTTOM_RIGHT": False,
-        "STORES": True,
-        "ORDERED": ordered,
-    }
+    flags |= {"HAS_LEFT": band is not None, "BOTTOM_RIGHT": False}
+    flags |= {"STORES": True, "ORDERED": ordered, "EARLY": False}
     preprocess_kernel[(512 // ROWS,)](
         x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,
         *numbers, **flags, **DENSE,

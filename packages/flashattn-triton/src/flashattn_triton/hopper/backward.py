@@ -150,7 +150,6 @@ class HopperBackwardCall:
             "FIELDS": FIELDS.value,
             "QUERIES": queries,
             "SUM_PARTS": sum_parts,
-            "EARLY": True,
         }
         has_dl = grad_logsumexp is not None
 
@@ -198,6 +197,7 @@ class HopperBackwardCall:
                 "HAS_DL": has_dl,
                 "ORDERED": ordered,
                 "STORES": stores,
+                "EARLY": two_passes,
                 "KEYS": keys,
                 "IS_CAUSAL": stores and right is not None,
                 "HAS_LEFT": stores and left is not None,
@@ -283,7 +283,7 @@ class HopperBackwardCall:
                 **of_sums,
             },
             {"OPTIONS": options},
-            early=True,
+            early=two_passes,
         )
         if two_passes:
             tiles_of_head = -(-n_queries // queries)
@@ -309,7 +309,7 @@ class HopperBackwardCall:
                     **scales,
                 },
                 {"OPTIONS": options},
-                early=True,
+                early=programs[1] > 0,
             )
         else:
             self.last = hopper_launch(
@@ -323,7 +323,6 @@ class HopperBackwardCall:
                     "scale": problem.scale,
                 },
                 {**shape, "WIDTH": sum_width, "NARROW": head_dim < width, "ADDS": bool(into)},
-                early=True,
             )
         self.device, self.allocate = device.index, allocator(device)
         self.gradients = [in_layout(x, problem.layout) for x in (dq, dk, dv)]

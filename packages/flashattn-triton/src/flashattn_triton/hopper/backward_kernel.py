@@ -101,14 +101,12 @@ from flashattn_triton.hopper.schedule import (
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
-    allow_next_kernel,
     as_tiles,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     new_barriers,
     reduce_add,
     store_or_add,
-    wait_for_kernel_before,
 )
 from flashattn_triton.hopper.turns import (
     end_last_turn,
@@ -588,8 +586,6 @@ def hopper_backward_kernel(
     stores = (dk_out, dv_out, dk_strides, dv_strides, D_DIV8)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
-    wait_for_kernel_before()
-    allow_next_kernel()
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     gl.warp_specialize([

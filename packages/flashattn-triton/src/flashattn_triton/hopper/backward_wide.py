@@ -60,11 +60,9 @@ from flashattn_triton.hopper.schedule import key_tile_at, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
-    allow_next_kernel,
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
-    wait_for_kernel_before,
 )
 from flashattn_triton.hopper.turns import wait_for_turn
 
@@ -428,8 +426,6 @@ def wide_backward_kernel(
     stores = (dk_out, dv_out)
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
-    wait_for_kernel_before()
-    allow_next_kernel()
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):

@@ -37,13 +37,6 @@ def _store_parts(pointers, x):
 
 
 @triton.jit
-def _meet(PTX: tl.constexpr):
-    """An instruction between kernels, see support.py."""
-    zero = tl.zeros([1], tl.int32)
-    tl.inline_asm_elementwise(PTX, "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _index():
     """This program's number in the order of rows."""
     return tl.num_programs(0) - 1 - tl.program_id(0)
@@ -132,7 +125,7 @@ def preprocess_kernel(
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
-    EARLY: tl.constexpr,  # the next kernel may begin, and waits; see support.py
+    EARLY: tl.constexpr,  # the next kernel may begin, and waits: support.allow_next_kernel
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds and counts.
 
@@ -140,7 +133,9 @@ def preprocess_kernel(
     Grid: tiles · B · H.
     """
     if EARLY:
-        _meet("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
+        PTX: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
+        zero = tl.zeros([1], tl.int32)
+        tl.inline_asm_elementwise(PTX, "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
     if tl.program_id(0) == 0:
         tl.store(counters_ptr, 0)
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
@@ -229,15 +224,12 @@ def postprocess_kernel(
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
-    EARLY: tl.constexpr,  # it begins early, and waits; see support.py
 ):
     """dQ = scale · sum, in the inputs' dtype, or added to it in fp32. Grid: tiles · B · H.
 
     Each (64, 64) block of the sum lies as wgmma leaves it in registers, in the order of
     ``backward_common.fragment_offsets``, and after it the block of the next 64 columns.
     """
-    if EARLY:
-        _meet("griddepcontrol.wait; mov.b32 $0, 0;")
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):
         return
     b, h, _, first_row, n_rows, first_token, first_padded = _rows_of_program(

@@ -297,6 +297,6 @@ def query_pass_kernel(
             (_consumer, (dq_out, statistics_ptr, barriers, buffers, scales, work, 1, OPTIONS)),
         ], [4, 4], [240, 240])
     # fmt: on
-    # Nothing here depends on the kernel before, which begins after preprocess_kernel has ended. But
+    # Nothing here depends on the kernel before, which has itself waited for preprocess_kernel. But
     # who comes next must find both ended.
     wait_for_kernel_before()

@@ -158,8 +158,7 @@ def signal_successors(order_counter):
 # ---- kernels one after another -------------------------------------------------------------------
 #
 # A kernel that is launched with the option ``launch_pdl`` may begin when all programs of the one
-# before have allowed it, and then waits for the results. So it is launched, and its programs are
-# ready, when the other's last programs end.
+# before have allowed it or have ended, and waits for results itself, if it needs any.
 
 
 @gluon.jit
