@@ -15,7 +15,7 @@ from tools import browser
 
 from shard_optim.accounting import STAGES, rank_memory
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.release]
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ["basics_model", "bench_harness", "ddp_lite", "flashattn_triton", "shard_optim"]

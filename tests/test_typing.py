@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 # Half a minute of type checking.
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.release, pytest.mark.timeout(900)]
 
 PROGRAMS = Path(__file__).parent / "typing"
 PACKAGES = sorted(path.stem.removesuffix("_user") for path in PROGRAMS.glob("*_user.py"))

@@ -162,7 +162,9 @@ def install_alone(dist: Path, name: str, resolution: str, python: Path, folder: 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
+@pytest.mark.parametrize(
+    "resolution", [pytest.param("highest", marks=pytest.mark.release), "lowest-direct"]
+)
 def test_the_wheel_alone_is_enough(
     dist: Path, name: str, resolution: str, python: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +214,7 @@ def test_pages_run_with_the_wheel_alone(
 
 
 @pytest.mark.nightly
+@pytest.mark.release
 @pytest.mark.parametrize("name", NAMES)
 def test_install_lines(dist: Path, name: str, tmp_path: Path) -> None:
     """The lines of a README that install it do so: from an index, a checkout, and from git."""

@@ -656,8 +656,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "store_or_add": machine.store_or_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
-        "wait_for_kernel_before": lambda: None,  # here one has ended when the next begins
-        "allow_next_kernel": lambda: None,
+        "wait_for_prerequisites": lambda: None,  # here one has ended when the next begins
+        "launch_dependents": lambda: None,
         "wait_until_written": lambda: machine.store_wait(0),
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,

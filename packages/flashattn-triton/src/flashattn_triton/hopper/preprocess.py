@@ -125,7 +125,7 @@ def preprocess_kernel(
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
-    EARLY: tl.constexpr,  # the next kernel may begin, and waits: support.allow_next_kernel
+    EARLY: tl.constexpr,  # the next kernel may begin, and waits: support.launch_dependents
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds and counts.
 

@@ -44,7 +44,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     new_barriers,
     to_operand,
-    wait_for_kernel_before,
+    wait_for_prerequisites,
 )
 
 ROWS = gl.constexpr(64)  # queries of a consumer
@@ -299,4 +299,4 @@ def query_pass_kernel(
     # fmt: on
     # Nothing here depends on the kernel before, which has itself waited for preprocess_kernel. But
     # who comes next must find both ended.
-    wait_for_kernel_before()
+    wait_for_prerequisites()
