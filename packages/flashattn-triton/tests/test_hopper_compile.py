@@ -78,7 +78,7 @@ MORE_SPILLS = {
     ("3.9", "backward", 256, "window, packed, ordered, soft-cap"): (1684, 0),
     ("3.6", "backward", 128, "causal, packed"): (120, 0),
     ("3.6", "backward", 128, "window"): (164, 2),
-    ("3.7", "backward", 64, "causal"): (116, 0),
+    ("3.7", "backward", 64, "causal"): (108, 0),
     ("3.7", "backward", 64, "window"): (160, 0),
     ("3.7", "backward", 128, "causal"): (176, 0),
     ("3.7", "backward", 128, "causal, packed"): (152, 0),

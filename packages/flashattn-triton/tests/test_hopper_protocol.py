@@ -137,8 +137,8 @@ class Case:
     def stored_tiles(self, queries: int) -> Any:
         """Which tiles of so many queries the program that comes first or alone stores.
 
-        That is one that sees the first 128 keys alone, of short causal problems, unless gradients
-        are deterministic.
+        That is one that sees the first 128 keys alone, of short causal problems of more than 64
+        columns, unless gradients are deterministic.
         """
         seen = np.broadcast_to(self.seen(), self.lengths)
 
@@ -150,7 +150,7 @@ class Case:
         stored = tiles_that_see(seen)
         if not self.options.deterministic:
             stored &= ~tiles_that_see(seen[:, 128:])
-            stored &= self.options.band == (None, 0)
+            stored &= self.options.band == (None, 0) and self.head_dim > 64
             if seen.shape[1] > 128:  # all programs come to the last tile
                 stored[-1] = False
         return stored
