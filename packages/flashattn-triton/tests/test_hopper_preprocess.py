@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from flashattn_triton.hopper import backward_common
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
+from gluon_simulator import Machine, load
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, HEADS = 2, 3
@@ -183,3 +187,46 @@ def test_counters_become_zero_where_programs_have_no_tile() -> None:
     assert counters.tolist() == [0, 0, 7, 7]
     assert not dq[:128].any()
     assert dq[128:].isnan().all()
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+def test_zeros_are_where_programs_add(queries: int) -> None:
+    """Of short causal problems: every tile is stored by the one that alone comes to it, or zero."""
+    pick, keys = random.Random(queries), 128
+    functions = load(backward_common, Machine(0, 0))
+    names = {"ordered": False, "stores": True, "is_causal": True, "has_left": False}
+    options = SimpleNamespace(**names, ring=0, at_once=0, packed=False)
+    for _ in range(40):
+        n_queries, n_keys = (pick.choice([1, 64, 128, 129, pick.randint(1, 700)]) for _ in "qk")
+        offset = pick.choice([0, n_keys - n_queries])
+        n_tiles = -(-n_queries // queries)
+        visits, stored = [0] * n_tiles, set[int]()
+        for first_key in range(0, n_keys, keys):
+            walked = functions["walk"](
+                first_key, offset, 0, n_tiles, keys, queries, options, 0, False
+            )
+            tiles = range(int(walked[0]), int(walked[1]) + 1)
+            own = (first_key, 0, n_keys, offset, None, None)
+            start, stop = functions["tiles_to_store"](
+                own, walked, (n_tiles, 0, 0), keys, queries, options
+            )
+            stored |= {tile for tile in tiles if start <= tile < stop}
+            for tile in tiles:
+                visits[tile] += 1
+        assert all(visits[tile] == 1 for tile in stored)
+
+        padded = n_tiles * queries
+        x = torch.randn(1, 1, n_queries, 64).half().to(DEVICE)
+        lse = torch.randn(1, 1, n_queries, device=DEVICE)
+        parts = torch.empty(padded, 16, dtype=torch.bfloat16, device=DEVICE)
+        dq = torch.full((padded, 64), math.nan, device=DEVICE)
+        counters = torch.empty(1, dtype=torch.int32, device=DEVICE)
+        numbers = (n_queries, padded, 1, n_keys, offset, 0, 8, -8.0)
+        flags = ZEROS | DENSE | {"STORES": True, "IS_CAUSAL": True, "QUERIES": queries}
+        flags |= {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False}
+        preprocess_kernel[(padded // ROWS,)](
+            x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,
+            *numbers, **flags, SUM_PARTS=1, SUM_WIDTH=64,
+        )  # fmt: skip
+        without_zeros = dq.reshape(n_tiles, -1).isnan().all(1).nonzero().flatten()
+        assert set(without_zeros.tolist()) == stored, (n_queries, n_keys, offset)
