@@ -196,8 +196,10 @@ def test_zeros_are_where_programs_add(queries: int) -> None:
     functions = load(backward_common, Machine(0, 0))
     names = {"ordered": False, "stores": True, "is_causal": True, "has_left": False}
     options = SimpleNamespace(**names, ring=0, at_once=0, packed=False)
-    for _ in range(40):
-        n_queries, n_keys = (pick.choice([1, 64, 128, 129, pick.randint(1, 700)]) for _ in "qk")
+    for _ in range(60):
+        n_queries, n_keys = (
+            pick.choice([1, 128, 129, 300, 301, pick.randint(1, 700)]) for _ in "qk"
+        )
         offset = pick.choice([0, n_keys - n_queries])
         n_tiles = -(-n_queries // queries)
         visits, stored = [0] * n_tiles, set[int]()
