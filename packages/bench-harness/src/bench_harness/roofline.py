@@ -150,19 +150,10 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = 
     Args:
         size: rows and columns; by default 8192 on CUDA and 512 on a CPU.
     """
-    import torch
-
-    n = size or (8192 if device.type == "cuda" else 512)
-    left = torch.randn(n, n, device=device, dtype=dtype)
-    right = torch.randn(n, n, device=device, dtype=dtype)
-    out = torch.empty(n, n, device=device, dtype=dtype)
     # A CPU takes milliseconds for one product, and many times as long in a dtype that it emulates.
     warmup, calls = (3, 3) if device.type == "cuda" else (1, 1)
-    samples = measure(
-        lambda: torch.mm(left, right, out=out), device=device, warmup=warmup, samples=5, calls=calls
-    )
-    fastest = min(samples.device_ms or samples.wall_ms)  # what delays the others is no ceiling
-    return float(2 * n**3 / (fastest * 1e-3) / 1e12)
+    # What delays the others is no ceiling.
+    return max(_product_rates(device, dtype, size, warmup=warmup, samples=5, calls=calls))
 
 
 def sustained_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -170,14 +161,20 @@ def sustained_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     A GPU that has just begun clocks higher, but a training step goes on for hours.
     """
+    calls = 400 if device.type == "cuda" else 5
+    return _product_rates(device, dtype, None, warmup=1, samples=3, calls=calls)[-1]
+
+
+def _product_rates(
+    device: torch.device, dtype: torch.dtype, size: int | None, **counts: int
+) -> list[float]:
+    """TFLOP/s of each sample of a square matrix product."""
     import torch
 
-    n, calls = (8192, 400) if device.type == "cuda" else (512, 5)
+    n = size or (8192 if device.type == "cuda" else 512)
     left, right, out = torch.randn(3, n, n, device=device, dtype=dtype)
-    samples = measure(
-        lambda: torch.mm(left, right, out=out), device=device, warmup=1, samples=3, calls=calls
-    )
-    return float(2 * n**3 / ((samples.device_ms or samples.wall_ms)[-1] * 1e-3) / 1e12)
+    samples = measure(lambda: torch.mm(left, right, out=out), device=device, **counts)
+    return [2 * n**3 / (ms * 1e-3) / 1e12 for ms in samples.device_ms or samples.wall_ms]
 
 
 def memory_bandwidth(device: torch.device, size: int | None = None) -> float:
