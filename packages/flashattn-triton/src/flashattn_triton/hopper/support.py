@@ -155,27 +155,6 @@ def signal_successors(order_counter):
     )
 
 
-# ---- kernels one after another -------------------------------------------------------------------
-#
-# CUDA's programmatic dependent launch: a kernel with the option ``launch_pdl`` may begin when all
-# programs of the one before have said so or have ended, and waits for results itself, if it needs
-# any.
-
-
-@gluon.jit
-def wait_for_prerequisites():
-    """Waits until the kernel before has ended, and all that it has written is visible."""
-    PTX: gl.constexpr = "griddepcontrol.wait; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def launch_dependents():
-    """Lets the next kernel begin, as far as this program is concerned."""
-    PTX: gl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
-    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit
 def exp2(x):
     """2^x by the special function unit alone; results below 2^-126 are 0."""
