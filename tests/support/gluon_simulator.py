@@ -517,7 +517,13 @@ class Machine:
         counter.memory[counter.offsets] += 1
         self.grid.signalled()
 
-    def load(self, pointers: Pointer, mask: Tensor | None = None, other: float = 0.0) -> Any:
+    def load(
+        self,
+        pointers: Pointer,
+        mask: Tensor | None = None,
+        other: float = 0.0,
+        cache_modifier: str = "",
+    ) -> Any:
         """Of one integer, or of a tensor's elements, of all or where the mask is."""
         if mask is None:
             found = pointers.memory[pointers.offsets]
@@ -650,6 +656,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "store_or_add": machine.store_or_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
+        "wait_for_prerequisites": lambda: None,  # here one has ended when the next begins
+        "launch_dependents": lambda: None,
         "wait_until_written": lambda: machine.store_wait(0),
         "named_barrier_sync": machine.named_sync,
         "named_barrier_arrive": machine.named_arrive,

@@ -26,6 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from flashattn_triton.hopper import backward, forward
+from flashattn_triton.hopper.key_pass import P_READ, P_WRITTEN
+from flashattn_triton.hopper.support import FIRST_NAMED_BARRIER
 from flashattn_triton.launch import Launch
 from flashattn_triton.mask_and_bias import Given
 from flashattn_triton.problem import new_problem
@@ -231,12 +233,13 @@ def assembled(kernel: Any) -> dict[str, Any]:
     """What ptxas said for sm_90a, and where it spills.
 
     registers: at entry. spills: bytes of a thread, stores and loads. warnings: codes. shared: bytes
-    of a block. loops: as of :func:`inner_loops`, in the order of the code.
+    of a block. loops: as of :func:`inner_loops`, in the order of the code. loads: as of
+    :func:`loads_before_arrivals`.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        loops = inner_loops(output([CUOBJDUMP, "-sass", file.name]))
+        sass = output([CUOBJDUMP, "-sass", file.name])
     said = PTXAS_SAID[kernel.hash]
     return {
         "triton": triton.__version__,
@@ -244,7 +247,8 @@ def assembled(kernel: Any) -> dict[str, Any]:
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         "warnings": re.findall(r"C7\d{3}", said),
         "shared": kernel.metadata.shared,
-        "loops": loops,
+        "loops": inner_loops(sass),
+        "loads": loads_before_arrivals(sass),
     }
 
 
@@ -255,6 +259,26 @@ def output(command: list[Any]) -> str:
 
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?([A-Z0-9]+)\S* ?([^;]*);")
+
+
+def loads_before_arrivals(sass: str) -> list[int]:
+    """How often a thread loads from shared memory where ``key_pass`` hands over P, place by place.
+
+    From where it waits until P is written, to where it says that P may be overwritten. Both places
+    load the same, unless a compiler has moved loads too far.
+    """
+    written, read = (FIRST_NAMED_BARRIER.value + x.value for x in (P_WRITTEN, P_READ))
+    found, loads = [], None
+    for op, operands in re.findall(r"\b(BAR\.SYNC|BAR\.ARV|LDS)\S* ([^;]*);", sass):
+        barrier = operands.startswith
+        if op == "BAR.SYNC" and barrier(f"{written:#x}, "):
+            loads = 0
+        elif op == "BAR.ARV" and barrier(f"{read:#x}, ") and loads is not None:
+            found.append(loads)
+            loads = None
+        elif op == "LDS" and loads is not None:
+            loads += 1
+    return found
 
 
 def inner_loops(sass: str) -> list[int]:

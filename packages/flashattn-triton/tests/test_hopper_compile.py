@@ -265,6 +265,16 @@ def test_products_are_not_serialised(rows: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
+def test_loads_stay_before_the_arrival_that_frees_what_they_read(
+    rows: list[dict[str, Any]],
+) -> None:
+    for row in rows:
+        if row["kernel"] == "key_pass_kernel":
+            first, of_loop = row["loads"]
+            assert first == of_loop > 0, row
+
+
+@pytest.mark.slow
 def test_shared_memory_suffices(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY, row

@@ -23,6 +23,7 @@ DENSE = {"PACKED": False, "FIELDS": 8, "QUERIES": 128}
 ZEROS = {
     "ORDERED": False,
     "STORES": False,
+    "EARLY": False,
     "KEYS": 128,
     "IS_CAUSAL": False,
     "HAS_LEFT": False,
@@ -154,7 +155,7 @@ def test_zeros_only_where_no_program_stores(
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
     flags |= {"SUM_WIDTH": 64, "KEYS": 128, "IS_CAUSAL": is_causal}
     flags |= {"HAS_LEFT": band is not None, "BOTTOM_RIGHT": False}
-    flags |= {"STORES": True, "ORDERED": ordered}
+    flags |= {"STORES": True, "ORDERED": ordered, "EARLY": False}
     preprocess_kernel[(512 // ROWS,)](
         x, x, lse, None, parts, dq, counters, None, *strides_div8(x), *strides_div8(x), 0, 0, 0,
         *numbers, **flags, **DENSE,
@@ -178,6 +179,7 @@ def test_counters_become_zero_where_programs_have_no_tile() -> None:
     flags = {"WIDTH": 64, "NARROW": False, "ROWS": ROWS, "HAS_DL": False, "SUM_PARTS": 1}
     flags |= {"SUM_WIDTH": 64, "ORDERED": True, "STORES": False, "KEYS": 128, "IS_CAUSAL": False}
     flags |= {"HAS_LEFT": False, "BOTTOM_RIGHT": False, "PACKED": True, "FIELDS": 8, "QUERIES": 128}
+    flags |= {"EARLY": False}
     preprocess_kernel[(3 * 128 // ROWS,)](
         x, x, lse, None, parts, dq, counters, table.to(DEVICE), *strides_div8(x), *strides_div8(x),
         0, 0, 0, 70, 3 * 128, 1, 70, 0, 0, 8, -8.0, **flags,

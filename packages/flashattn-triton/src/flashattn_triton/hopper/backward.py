@@ -198,6 +198,7 @@ class HopperBackwardCall:
                 "HAS_DL": has_dl,
                 "ORDERED": ordered,
                 "STORES": stores,
+                "EARLY": two_passes,
                 "KEYS": keys,
                 "IS_CAUSAL": stores and right is not None,
                 "HAS_LEFT": stores and left is not None,
@@ -283,6 +284,7 @@ class HopperBackwardCall:
                 **of_sums,
             },
             {"OPTIONS": options},
+            early=two_passes,
         )
         if two_passes:
             tiles_of_head = -(-n_queries // queries)
@@ -308,6 +310,7 @@ class HopperBackwardCall:
                     **scales,
                 },
                 {"OPTIONS": options},
+                early=programs[1] > 0,
             )
         else:
             self.last = hopper_launch(

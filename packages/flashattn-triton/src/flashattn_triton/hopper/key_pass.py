@@ -51,10 +51,12 @@ from flashattn_triton.hopper.products import zero_accumulator
 from flashattn_triton.hopper.schedule import store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
+    launch_dependents,
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
     to_operand,
+    wait_for_prerequisites,
 )
 
 TILE = gl.constexpr(64)  # keys of a program, queries of a step
@@ -221,6 +223,8 @@ def key_pass_kernel(
     barriers = allocate_barriers()
     scales = (scale, scale_log2, tanh_scale)
     work = ((N_QUERIES, N_KEYS, N_KV_HEADS, HEADS_PER_KV, offset), key_tiles_ptr, band)
+    wait_for_prerequisites()
+    launch_dependents()
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):

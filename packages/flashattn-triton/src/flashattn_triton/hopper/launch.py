@@ -68,15 +68,20 @@ def hopper_launch(
     parameters: Mapping[str, Parameter],
     numbers: Mapping[str, Number],
     constants: Mapping[str, Any],
+    *,
+    early: bool = False,
 ) -> Launch:
     """The launch of one of this tier's kernels, which have 4 warps besides what they start.
 
-    Callers make the device current, always the same.
+    Callers make the device current, always the same. ``early``: the kernel begins when the one
+    before allows it, and waits for it itself.
     """
+    options = triton_versions.hopper_options()
+    if early:
+        options["launch_pdl"] = True
     return Launch(
-        kernel, None, programs, parameters, numbers, constants, by_triton=False,
-        **triton_versions.hopper_options(),
-    )  # fmt: skip
+        kernel, None, programs, parameters, numbers, constants, by_triton=False, **options
+    )
 
 
 def edges(n_queries: int, n_keys: int, problem: Problem) -> tuple[int, int]:

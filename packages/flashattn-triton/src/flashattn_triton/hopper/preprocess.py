@@ -125,12 +125,17 @@ def preprocess_kernel(
     PACKED: tl.constexpr,
     FIELDS: tl.constexpr,
     QUERIES: tl.constexpr,
+    EARLY: tl.constexpr,  # the next kernel may begin, and waits: support.launch_dependents
 ):
     """What the main kernel reads of L, O and dL, and zeros where it adds and counts.
 
     If STORES, the sum becomes zero only in tiles of QUERIES rows that no program stores.
     Grid: tiles · B · H.
     """
+    if EARLY:
+        PTX: tl.constexpr = "griddepcontrol.launch_dependents; mov.b32 $0, 0;"
+        zero = tl.zeros([1], tl.int32)
+        tl.inline_asm_elementwise(PTX, "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
     if tl.program_id(0) == 0:
         tl.store(counters_ptr, 0)
     if PACKED and _index() >= tl.load(tiles_ptr) * N_HEADS * (QUERIES // ROWS):

@@ -44,6 +44,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     new_barriers,
     to_operand,
+    wait_for_prerequisites,
 )
 
 ROWS = gl.constexpr(64)  # queries of a consumer
@@ -173,7 +174,7 @@ def _sum_of_parts(statistics, HALF: gl.constexpr, SCORES: gl.constexpr):
     PARTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     rows = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, PARTS)), 1)
     parts = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, PARTS)), 0)
-    x = gl.load(statistics + rows * STATISTICS + HALF * 8 + parts)
+    x = gl.load(statistics + rows * STATISTICS + HALF * 8 + parts, cache_modifier=".cg")
     return gl.convert_layout(gl.sum(x.to(gl.float32), 1), gl.SliceLayout(1, SCORES))
 
 
@@ -295,3 +296,7 @@ def query_pass_kernel(
             (_consumer, (dq_out, statistics_ptr, barriers, buffers, scales, work, 0, OPTIONS)),
             (_consumer, (dq_out, statistics_ptr, barriers, buffers, scales, work, 1, OPTIONS)),
         ], [4, 4], [240, 240])
+    # fmt: on
+    # Nothing here depends on the kernel before, which has itself waited for preprocess_kernel. But
+    # who comes next must find both ended.
+    wait_for_prerequisites()

@@ -48,6 +48,16 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _in_order(PTX: gl.constexpr, x):
+    """PTX for its effect alone, over which no access to memory moves. ``x`` is its ``$1``.
+
+    Without the clobber, LLVM moves loads behind the arrival at a barrier that lets others overwrite
+    what is loaded.
+    """
+    gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def reduce_add(pointers, x, condition):
     """Adds fp32 ``x`` to global memory in any order, 16 bytes at a time, if ``condition`` holds.
 
@@ -155,6 +165,25 @@ def signal_successors(order_counter):
     )
 
 
+# ---- kernels one after another -------------------------------------------------------------------
+#
+# CUDA's programmatic dependent launch: a kernel with the option ``launch_pdl`` may begin when all
+# programs of the one before have said so or have ended, and waits for results itself, if it needs
+# any.
+
+
+@gluon.jit
+def wait_for_prerequisites():
+    """Waits until the kernel before has ended, and all that it has written is visible."""
+    _in_order("griddepcontrol.wait; mov.b32 $0, 0;", gl.to_tensor(0))
+
+
+@gluon.jit
+def launch_dependents():
+    """Lets the next kernel begin, as far as this program is concerned."""
+    _in_order("griddepcontrol.launch_dependents; mov.b32 $0, 0;", gl.to_tensor(0))
+
+
 @gluon.jit
 def exp2(x):
     """2^x by the special function unit alone; results below 2^-126 are 0."""
@@ -166,14 +195,7 @@ def exp2(x):
 @gluon.jit
 def wait_until_written():
     """Waits until what this warp group has stored by the TMA is in memory, not only read."""
-    gl.inline_asm_elementwise(
-        "{ cp.async.bulk.wait_group 0; mov.b32 $0, 0; }",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    _in_order("{ cp.async.bulk.wait_group 0; mov.b32 $0, 0; }", gl.to_tensor(0))
 
 
 @gluon.jit
@@ -217,27 +239,25 @@ def _barrier_instruction(operation, barrier, threads):
 def named_barrier_sync(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """Arrives at hardware barrier ``INDEX`` (0 to 10) and waits until ``THREADS`` have arrived."""
     PTX: gl.constexpr = _barrier_instruction("bar.sync", FIRST_NAMED_BARRIER + INDEX, THREADS)
-    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    _in_order(PTX, gl.to_tensor(0))
 
 
 @gluon.jit
 def named_barrier_arrive(INDEX: gl.constexpr, THREADS: gl.constexpr):
     """Arrives at hardware barrier ``INDEX`` (0 to 10) without waiting."""
     PTX: gl.constexpr = _barrier_instruction("bar.arrive", FIRST_NAMED_BARRIER + INDEX, THREADS)
-    gl.inline_asm_elementwise(PTX, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    _in_order(PTX, gl.to_tensor(0))
 
 
 @gluon.jit
 def named_barrier_sync_at(index, THREADS: gl.constexpr):
     """:func:`named_barrier_sync`, of a barrier that is known only at run time."""
     PTX: gl.constexpr = _barrier_instruction("bar.sync", "$1", THREADS)
-    barrier = gl.to_tensor(FIRST_NAMED_BARRIER + index)
-    gl.inline_asm_elementwise(PTX, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
 
 
 @gluon.jit
 def named_barrier_arrive_at(index, THREADS: gl.constexpr):
     """:func:`named_barrier_arrive`, of a barrier that is known only at run time."""
     PTX: gl.constexpr = _barrier_instruction("bar.arrive", "$1", THREADS)
-    barrier = gl.to_tensor(FIRST_NAMED_BARRIER + index)
-    gl.inline_asm_elementwise(PTX, "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1)
+    _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
