@@ -499,6 +499,7 @@ class Machine:
         with self.grid.addition:
             before = pointer.memory[pointer.offsets]
             pointer.memory[pointer.offsets] += x
+        self.grid.signalled()
         return Integer(before)
 
     def wait_for_predecessors(
@@ -510,6 +511,12 @@ class Machine:
         self.waiting -= 1
         for barrier in (index, index + 1):
             self.named_arrive(barrier, threads, WARP)
+
+    def wait_until_reached(self, counter: Pointer, n: int) -> None:
+        """Of programs that run at the same time, or have ended."""
+        self.waiting += 1
+        self.pause(lambda: counter.memory[counter.offsets] >= n)
+        self.waiting -= 1
 
     def signal_successors(self, counter: Pointer) -> None:
         """One thread signals."""
@@ -523,6 +530,7 @@ class Machine:
         mask: Tensor | None = None,
         other: float = 0.0,
         cache_modifier: str = "",
+        volatile: bool = False,
     ) -> Any:
         """Of one integer, or of a tensor's elements, of all or where the mask is."""
         if mask is None:
@@ -656,6 +664,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "store_or_add": machine.store_or_add,
         "wait_for_predecessors": machine.wait_for_predecessors,
         "signal_successors": machine.signal_successors,
+        "wait_until_reached": machine.wait_until_reached,
         "wait_for_prerequisites": lambda: None,  # here one has ended when the next begins
         "launch_dependents": lambda: None,
         "wait_until_written": lambda: machine.store_wait(0),

@@ -209,10 +209,10 @@ def test_zeros_are_where_programs_add(queries: int) -> None:
             )
             tiles = range(int(walked[0]), int(walked[1]) + 1)
             own = (first_key, 0, n_keys, offset, None, None)
-            start, stop = functions["tiles_to_store"](
+            storing = functions["steps_that_store"](
                 own, walked, (n_tiles, 0, 0), keys, queries, options
             )
-            stored |= {tile for tile in tiles if start <= tile < stop}
+            stored |= set(tiles[:storing])
             for tile in tiles:
                 visits[tile] += 1
         assert all(visits[tile] == 1 for tile in stored)

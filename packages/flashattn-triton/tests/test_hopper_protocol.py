@@ -26,6 +26,7 @@ if triton_versions.refusal() is not None:
 
 from flashattn_triton.hopper import (
     backward,
+    backward_common,
     backward_kernel,
     backward_wide,
     configs,
@@ -35,6 +36,7 @@ from flashattn_triton.hopper import (
     query_pass,
     schedule,
     scores,
+    turns,
 )
 from flashattn_triton.hopper.configs import backward_config, forward_widths
 from flashattn_triton.hopper.launch import edges
@@ -313,9 +315,10 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 # Backward, deterministic gradients.
 ORDERED: dict[str, dict[str, Any]] = {
     "full, grouped": {"heads": (2, 1), "lengths": (200, 300)},
-    "full, in a ring": {"heads": (2, 1), "lengths": (500, 400)},
-    "full, in a ring, ragged": {"lengths": (650, 300)},
+    "full, in a ring": {"heads": (2, 1), "lengths": (1000, 400)},
+    "full, in a ring, ragged": {"lengths": (1050, 300)},
     "full, in a ring of ten": {"lengths": (1160, 1250)},
+    "full, in rings, few programs": {"heads": (2, 2), "lengths": (900, 400)},
     "causal": {"lengths": (400, 400), "causal": True},
     "causal, last heads backwards": {
         "heads": (4, 2),
@@ -571,8 +574,9 @@ def test_backward_of_wide_heads(name: str, head_dim: int, value_dim: int) -> Non
 def test_ordered_backward_on_random_schedules(
     name: str, head_dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rings of five, nine or ten; or so few programs that the last head alone is walked backwards.
-    at_once = 3 if "backwards" in name else 20
+    # Rings of five or ten; or so few programs that they go from ring to ring, or that the last head
+    # alone is walked backwards.
+    at_once = 3 if "backwards" in name else 4 if "few" in name else 20
     monkeypatch.setattr(forward, "multiprocessors", lambda device: at_once)
     head_dim, value_dim = head_dims
     problem = problem_of(
@@ -602,7 +606,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "empty": {"lengths": [(0, 0), (0, 70), (65, 0), (128, 128)], "causal": True},
     "window": {"lengths": [(200, 200), (70, 70)], "causal": True, "window": (40, None)},
     "ordered": {"lengths": [(70, 0), (300, 300), (1, 140)], "causal": True, "deterministic": True},
-    "rings": {"lengths": [(500, 400), (300, 300), (1, 900)], "deterministic": True},
+    "rings": {"lengths": [(800, 400), (300, 300), (1, 900)], "deterministic": True},
     "spare": {"lengths": [(70, 70), (130, 40)], "heads": (4, 2), "spare": (140, 200)},
     "spare keys": {"lengths": [(70, 70)], "causal": True, "deterministic": True, "spare": (0, 9)},
     "spare queries": {"lengths": [(5, 5)], "causal": "bottom-right", "spare": (77, 0)},
@@ -857,6 +861,24 @@ def test_the_simulation_finds_programs_that_do_not_signal() -> None:
         check_backward(problem, 0, signal_successors=NOTHING)
 
 
+def test_no_program_takes_two_tiles_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are late: one would end its tile of keys when nobody has the ring's next one."""
+    take = Machine.atomic_add
+
+    def later(machine: Machine, pointer: Pointer, x: int) -> Any:
+        if machine.program > 0 and not hasattr(machine, "has_begun"):
+            time.sleep(0.5)
+        machine.has_begun = True  # type: ignore[attr-defined]
+        return take(machine, pointer, x)
+
+    monkeypatch.setattr(forward, "multiprocessors", lambda device: 4)
+    monkeypatch.setattr(Machine, "atomic_add", later)
+    problem = problem_of((500, 200), 64, deterministic=True)
+    check_backward(problem, 0)
+    with pytest.raises(SimulationError, match="a predecessor that never signals"):
+        check_backward(problem, 0, wait_until_reached=NOTHING)
+
+
 def _dawdle(machine: Machine, counter: Pointer, n_signals: int, index: int, threads: int) -> None:
     """Programs add in an order that changes from run to run."""
     time.sleep(random.choice((0, 0.1)))
@@ -879,13 +901,21 @@ def test_the_simulation_finds_additions_that_are_not_in_order(
 
 
 def key_tiles_in_order(
-    heads: int, tiles: int, programs: int, at_once: int, *, ordered: bool = False, packed: bool
+    heads: int,
+    tiles: int,
+    programs: int,
+    at_once: int,
+    *,
+    ordered: bool = False,
+    packed: bool,
+    ring: int = 0,
 ) -> list[tuple[int, int]]:
     """(key head, tile of keys) of each program of a backward kernel, of 64 keys a tile.
 
     The head is negative if the program walks backwards.
     """
-    options = SimpleNamespace(packed=packed, ordered=ordered, bottom_right=False, at_once=at_once)
+    usual = {"has_left": False, "bottom_right": False, "padding": 64}
+    options = SimpleNamespace(packed=packed, ordered=ordered, at_once=at_once, ring=ring, **usual)
     # Of a packed batch, two sequences of the same length.
     table = np.zeros((1 + 2 * tiles, FIELDS.value), dtype=int)
     for tile in range(2 * tiles):
@@ -897,7 +927,7 @@ def key_tiles_in_order(
     for program in range(programs):
         functions = load(schedule, Machine(0, 0))
         first_key, head, *_, sequence, backwards = functions["key_tile_at"](
-            program, programs, sizes, Pointer(table.reshape(-1)), 64, options
+            program, programs, (sizes, Pointer(table.reshape(-1)), 0), 64, options
         )
         sign = -1 if backwards else 1
         found.append((sign * (int(sequence) * heads + int(head)), int(first_key) // 64))
@@ -930,6 +960,64 @@ def test_last_heads_are_walked_backwards_where_programs_add_in_order() -> None:
     assert key_tiles_in_order(4, 3, 24, 1000, ordered=True, packed=False) == every
 
 
+def test_first_rings_come_before_second_ones_of_as_many_heads_as_fill_the_gpu() -> None:
+    """Nine tiles of queries and keys: rings of five programs and four, twice five at a time."""
+    expected = [
+        (head + i, first + j)
+        for head in (0, 2, 4, 6)
+        for first, count in ((0, 5), (5, 4))
+        for i in range(2)
+        for j in range(count)
+    ]
+    assert key_tiles_in_order(4, 9, 72, 0, ordered=True, packed=False, ring=5) == expected
+    together = [(head, first + j) for first, count in ((0, 5), (5, 4)) for head in range(6)
+                for j in range(count)]  # fmt: skip
+    assert key_tiles_in_order(3, 9, 54, 0, ordered=True, packed=False, ring=15) == together
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": False, "has_left": False, "ring": 3},
+        {"is_causal": False, "has_left": False, "ring": 33},
+        {"is_causal": True, "has_left": False, "at_once": 8},
+        {"is_causal": True, "has_left": True, "at_once": 8},
+        {"is_causal": False, "has_left": True},
+    ],
+    ids=str,
+)
+def test_each_program_has_its_own_turn_and_the_first_one_stores(
+    options: dict[str, Any], queries: int
+) -> None:
+    pick, keys, n_heads = random.Random(queries), 128, 3
+    usual = {"ordered": True, "packed": False, "padding": queries, "ring": 0, "at_once": 0}
+    given = SimpleNamespace(**(usual | options))
+    common, order = load(backward_common, Machine(0, 0)), load(turns, Machine(0, 0))
+    for _ in range(40):
+        n_queries, n_keys = (pick.choice([1, 128, 129, 300, pick.randint(1, 1500)]) for _ in "qk")
+        offset, band = pick.choice([0, n_keys - n_queries]), pick.choice([0, 127, 400])
+        n_programs = n_heads * -(-n_keys // keys)
+        sizes = (n_queries, n_keys, n_heads, 1, offset)
+        found: dict[tuple[int, int], dict[int, bool]] = {}
+        for program in range(n_programs):
+            own, walked, tiles = common["work_of_tile"](
+                program, n_programs, (sizes, None, band), keys, queries, given
+            )
+            storing = common["steps_that_store"](own, walked, tiles, keys, queries, given)
+            tile, head = walked[0], own[1]
+            for step in range(int(walked[3])):
+                turn = order["predecessors"](tile, own, walked, tiles, keys, queries, given)
+                turns_of_tile = found.setdefault((int(head), int(tile)), {})
+                assert int(turn) not in turns_of_tile
+                turns_of_tile[int(turn)] = bool(step < storing)
+                tile, head = order["next_query_tile"](tile, head, walked)
+        assert len(found) <= n_heads * -(-n_queries // queries)
+        for turns_of_tile in found.values():
+            assert sorted(turns_of_tile) == list(range(len(turns_of_tile)))
+            assert [turn for turn, stores in turns_of_tile.items() if stores] == [0]
+
+
 def test_heads_of_a_packed_sequence_are_computed_together_if_all_run_at_once() -> None:
     one_by_one = [(head, tile) for head in range(8) for tile in range(3)]
     assert key_tiles_in_order(4, 3, 24, 11, packed=True) == one_by_one
@@ -945,7 +1033,8 @@ def test_heads_of_a_packed_sequence_are_computed_together_if_all_run_at_once() -
         ({"window": (None, 3)}, 132),
         ({}, 0),
         ({"causal": True, "window": (500, None)}, 0),
-        ({"causal": True, "deterministic": True}, 132),
+        ({"causal": True, "deterministic": True}, 264),
+        ({"causal": True, "window": (500, None), "deterministic": True}, 264),
         ({"deterministic": True}, 0),
     ],
     ids=str,

@@ -24,7 +24,7 @@ from flashattn_triton.hopper.launch import (
 )
 from flashattn_triton.hopper.preprocess import ROWS, postprocess_kernel, preprocess_kernel
 from flashattn_triton.hopper.query_pass import query_pass_kernel
-from flashattn_triton.hopper.schedule import FIELDS
+from flashattn_triton.hopper.schedule import FIELDS, RINGS
 from flashattn_triton.launch import (
     BackwardTensors,
     Layout,
@@ -217,11 +217,17 @@ class HopperBackwardCall:
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         most_in_ring = at_once = 0
         if ordered and left is right is None:
-            # So many programs surely run at the same time, also beside another kernel's.
-            most_in_ring = forward.multiprocessors(device) // 2
+            most_in_ring = forward.multiprocessors(device) // RINGS.value
         # Of packed sequences, the longest come first, and short ones end the launch.
-        elif left is None and right is not None and not (ordered and packed):
+        elif right is not None and not (ordered and packed):
             at_once = forward.multiprocessors(device)
+            # With more heads together, programs begin two tiles of queries after those before
+            # which they add, as elsewhere, and not one.
+            close = ordered and queries == keys
+            if close:
+                at_once *= 2
+            if left is not None and not close:
+                at_once = 0
         maps: dict[str, Parameter] = {
             "q_desc": map_of(shapes[0], q_stride, [1, 1, step, loaded]),
             "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashattn_triton.hopper.products import issue_over_columns, zero_accumulator
 from flashattn_triton.hopper.schedule import (
     END,
+    STRIDE,
     both_ways,
     key_tile_at,
     load_tile,
@@ -79,9 +80,10 @@ class BackwardOptions:
     has_left: no query sees a key more than ``band`` before its diagonal.
     packed: sequences are packed; ``bottom_right`` adds the difference of a sequence's lengths.
     ordered: programs add to a tile of dQ in a fixed order.
-    stores: programs store :func:`tiles_to_store`, so that no zeros need be there.
+    stores: programs store tiles as :func:`steps_that_store` says, so that no zeros need be there.
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
-    ring: the most programs of a ring; 0 unless ``ordered`` and without a mask.
+    ring: the most programs of a ring, of which the GPU runs ``schedule.RINGS`` at the same time; 0
+        unless ``ordered`` and without a mask.
     at_once: how many programs the GPU runs at the same time, where a causal mask makes some longer
         than others; else 0.
     """
@@ -164,16 +166,18 @@ def work_of_tile(
         head; and where its tiles are: (tiles of a head, tiles before the sequence's, programs of a
         ring).
     """
-    sizes, tiles_ptr, band = work
+    sizes, _, band = work
     _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
     first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards = key_tile_at(
-        index, n_tiles_of_all, sizes, tiles_ptr, KEYS, OPTIONS
+        index, n_tiles_of_all, work, KEYS, OPTIONS
     )
     PADDING: gl.constexpr = OPTIONS.padding // QUERIES  # in tiles
     n_tiles = gl.cdiv(n_queries, OPTIONS.padding) * PADDING
     if OPTIONS.packed:
         n_tiles = max(n_tiles, PADDING)  # an empty sequence has these, without rows
-    ring = ring_of(n_keys, n_tiles, OPTIONS.ring, KEYS, QUERIES)
+    ring = 0
+    if OPTIONS.ring > 0:
+        ring = ring_of(n_keys, n_tiles, KEYS, OPTIONS)
     walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring, backwards)
     # Each packed sequence begins at a multiple of so many rows of the statistics and of the sum of
     # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at
@@ -219,32 +223,29 @@ def steps_of_head(
 
 
 @gluon.jit
-def tiles_to_store(
+def steps_that_store(
     own, walked, tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
 ):
-    """Of a head's tiles of dQ, those to which this program comes first: (first, last + 1).
+    """In so many of each head's first steps, this program comes first to the tile of dQ.
 
-    Unless ``ordered``, those to which it alone comes, since they see the first tile of keys only.
+    Unless ``ordered``, those in which it comes alone: the tile sees the first tile of keys only.
     """
     first_key, _, n_keys, offset, _, _ = own
     n_tiles, _, ring = tiles
-    first, _, _, _, ahead = walked
-    start = 0
-    stop = 0
+    first, _, _, per_head, ahead = walked
+    count = 0
     if OPTIONS.is_causal:  # others see the tiles after the diagonal, and the last one
-        stop = min((first_key + KEYS - offset) // QUERIES, n_tiles - 1)
-        if not OPTIONS.ordered:
-            stop = gl.where(first_key == 0, stop, 0)
-    if OPTIONS.ring > 0:
-        start = gl.where(ring > 0, first, 0)
-        stop = gl.where(ring > 0, first + KEYS // QUERIES, 0)
-    stores_all = first_key + KEYS >= n_keys
-    if not OPTIONS.ordered:
-        stores_all = n_keys <= KEYS
-    stop = gl.where(stores_all, n_tiles, stop)
+        count = max(min((first_key + KEYS - offset) // QUERIES, n_tiles - 1) - first, 0)
+    if OPTIONS.ring > 0:  # the head's first ring
+        count = gl.where(first_key // KEYS < ring, STRIDE, 0)
+        count = gl.where(first_key // KEYS == ring - 1, n_tiles - first, count)
+    elif OPTIONS.ordered:
+        count = gl.where(first_key + KEYS >= n_keys, per_head, count)
+    else:
+        count = gl.where(first_key > 0, 0, gl.where(n_keys <= KEYS, per_head, count))
     if both_ways(OPTIONS):
-        stop = gl.where(ahead < 0, gl.where(first_key == 0, n_tiles, 0), stop)
-    return start, stop
+        count = gl.where(ahead < 0, gl.where(first_key == 0, per_head, 0), count)
+    return count
 
 
 @gluon.constexpr_function

@@ -34,11 +34,11 @@ predecessors begin at later tiles. Predecessors come first in the order of the c
 programs then take their first tile too, so that none waits for one that has not begun.
 
 Without a mask all programs of a head would begin at its first tile of queries, and each would wait
-for all before it. Where ``schedule.ring_of`` says so, they form a ring instead: each begins at the
-tile of queries that lies beside its keys, goes on after the last tile with the first one, and the
-order in a tile is that of the steps in which programs come to it. A program waits only for earlier
-steps of others, which surely run at the same time, so that none waits for itself. Programs without
-a mask have one tile of keys each.
+for all before it. They form rings instead: of a ring, each program begins two tiles of queries
+after the one before, goes on after the last tile with the first one, and the order in a tile is
+that of the steps in which programs come to it. A program waits only for earlier steps of others,
+which surely run at the same time, so that none waits for itself; and for all of the head's earlier
+rings. Before it takes its next tile of keys, all of its ring have been taken.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim.
 """
@@ -76,7 +76,7 @@ from flashattn_triton.hopper.backward_common import (
     start_dq,
     start_scores,
     steps_of_head,
-    tiles_to_store,
+    steps_that_store,
     work_of_tile,
     wrapped,
 )
@@ -110,8 +110,10 @@ from flashattn_triton.hopper.support import (
 )
 from flashattn_triton.hopper.turns import (
     end_last_turn,
+    end_of_ring,
     first_turn,
     take_turns,
+    wait_for_ring,
     wait_for_turn,
 )
 
@@ -201,12 +203,11 @@ def _producer(
     HEADS_PER_KV = work[0][3]
     order_counters_ptr = counters_ptr + 1
     stop_index = number_of_tiles(N_TILES, work, OPTIONS)
-    IN_RINGS: gl.constexpr = OPTIONS.ring > 0
     index = gl.program_id(0)
     n_begun = gl.num_programs(0)
     # Whoever waits for a predecessor knows that a running program has it, if all take tiles in the
     # order of the counter, the first one too.
-    if OPTIONS.ordered and not IN_RINGS:
+    if OPTIONS.ordered:
         index = gl.atomic_add(counters_ptr, 1)
         n_begun = 0
     turn = 0
@@ -224,6 +225,9 @@ def _producer(
         q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
         if OPTIONS.ordered:
             adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
+        if OPTIONS.ring > 0:
+            ring_end = end_of_ring(index, program, KEYS)
+            n_taken = 0
         next_index = stop_index
         steps = walked[3] * HEADS_PER_KV
         for of_tile in range(steps):
@@ -243,7 +247,11 @@ def _producer(
                     )  # fmt: skip
             # Late, so that who ends first begins the next tile. A step later costs up to 22 % where
             # programs add in order.
-            if not IN_RINGS and of_tile == max(steps - 2, 0):
+            if OPTIONS.ring > 0 and of_tile == max(steps - 3, 0):
+                n_taken = gl.load(counters_ptr, volatile=True)
+            if of_tile == max(steps - 2, 0):
+                if OPTIONS.ring > 0:
+                    wait_for_ring(counters_ptr, n_taken, ring_end)
                 next_index = n_begun + gl.atomic_add(counters_ptr, 1)
         # The last step waits for Q and dO also if there is no next tile.
         at = min(next_index, stop_index - 1)
@@ -283,22 +291,17 @@ def _producer(
 
 @gluon.jit
 def _add_dq(
-    dq_own, dq, stored, previous,
+    dq_own, dq, previous,
     QUERIES: gl.constexpr, D: gl.constexpr, CONSUMER: gl.constexpr, OPTIONS: gl.constexpr,
 ):  # fmt: skip
-    """Adds this consumer's part of the previous step's tile of dQ to the sum in memory.
-
-    ``stored``: as ``backward_common.tiles_to_store`` returns it.
-    """
-    tile, in_head = previous
+    """Adds this consumer's part of the previous step's tile of dQ to the sum in memory."""
+    tile, stores = previous
     sums = dq_own + gl.cast(tile, gl.int64) * (QUERIES * D)
     if OPTIONS.ordered:
-        stores = (in_head >= stored[0]) & (in_head < stored[1])
         if tile >= 0:
             wait_for_turn(CONSUMER)
             store_or_add(sums, dq, not stores, stores)
     elif OPTIONS.stores:
-        stores = in_head < stored[1]
         store_or_add(sums, dq, (tile >= 0) & (not stores), (tile >= 0) & stores)
     else:
         reduce_add(sums, dq, tile >= 0)
@@ -310,10 +313,9 @@ def _step(
     buffers,
     ds_smem,
     dq_own,  # pointers to this consumer's half of the first tile of dQ of the group of heads
-    stored,  # see _add_dq
     k_buffer,
     step,  # of all tiles
-    previous,  # the previous step's tile, from the group's first one on, -1 in step 0; in its head
+    previous,  # the previous step's tile, from the group's first one on, -1 in step 0; if it stores
     diagonal,
     limits,
     scales,
@@ -387,7 +389,7 @@ def _step(
     s = start_scores(own_k, q_smem.index(next_slot), next_statistics, COLUMNS, HAS_SOFTCAP, SCORES)
     AFTER_DQ: gl.constexpr = 1 if DK_FIRST else 2
     dq = warpgroup_mma_wait(RANGES + AFTER_DQ - (1 if HAS_SOFTCAP else 0), deps=(dq,))
-    _add_dq(dq_own, dq, stored, previous, QUERIES, D, CONSUMER, OPTIONS)
+    _add_dq(dq_own, dq, previous, QUERIES, D, CONSUMER, OPTIONS)
     mbarrier.wait(do_full.index(next_slot), next_phase)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
@@ -431,9 +433,9 @@ def _consumer(
     while index < stop_index:
         own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
         first_key, kv_head, n_keys, offset = own[0], own[1], own[2], own[3]
-        stored = (0, 0)
+        storing = 0
         if OPTIONS.stores:
-            stored = tiles_to_store(own, walked, tiles, KEYS, QUERIES, OPTIONS)
+            storing = steps_that_store(own, walked, tiles, KEYS, QUERIES, OPTIONS)
         first = walked[0]
         ahead = walked[4]
         n_tiles, first_tile = tiles[0], tiles[1]
@@ -461,28 +463,32 @@ def _consumer(
         mbarrier.arrive(k_empty.index((turn + 1) & 1), count=1, pred=turn > 0)
         named_barrier_arrive_at(ds_written(CONSUMER, step), CONSUMERS)
         previous_tile = -1
-        previous_in_head = 0
         for head in range(HEADS_PER_KV):
             for part in gl.static_range(3):
                 if has_part(part, OPTIONS):
                     for j in range(bounds[part], bounds[part + 1]):
                         s, dk, dv = _step(
-                            barriers, buffers, ds_smem, dq_own, stored, k_buffer, step,
-                            (previous_tile, previous_in_head), diagonal + j * ahead * QUERIES,
-                            limits, scales, s, dk, dv, CONSUMER, DQ_WIDTH, OPTIONS, part != 1,
+                            barriers, buffers, ds_smem, dq_own, k_buffer, step,
+                            (previous_tile, gl.where(j > 0, j, walked[3]) <= storing),
+                            diagonal + j * ahead * QUERIES, limits, scales, s, dk, dv, CONSUMER,
+                            DQ_WIDTH, OPTIONS, part != 1,
                         )  # fmt: skip
                         step += 1
                         tile = first + j * ahead
                         if part < 2:  # behind a left edge no walk begins in the middle
                             tile = wrapped(tile, n_tiles)
                         previous_tile = head * n_tiles + tile
-                        previous_in_head = tile
 
         mbarrier.arrive(v_empty.index(0), count=1)
-        # Once more, with a number that the compiler takes for another one, as uniform registers are
-        # few: kept over the steps, these would push others into vector registers.
-        index = _told(indices, (turn + (step >> 30)) & 1)
-        again = key_tile_at(index, stop_index, work[0], work[1], KEYS, OPTIONS)
+        # Once more, with numbers that the compiler takes for others, as uniform registers are few:
+        # kept over the steps, these would push others into vector registers.
+        zero = step >> 30
+        index = _told(indices, (turn + zero) & 1)
+        if OPTIONS.ring == 0:
+            sizes = (work[0][0] + zero, work[0][1] + zero, work[0][2], HEADS_PER_KV, work[0][4])
+            again = key_tile_at(index, stop_index, (sizes, work[1], work[2] + zero), KEYS, OPTIONS)
+        else:  # here that would be more divisions than it is worth
+            again = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
         own_key, kv_head, n_keys, k_at = again[0] + CONSUMER * OWN, again[1], again[3], again[6]
         named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
         ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
@@ -499,8 +505,8 @@ def _consumer(
             fence_async_shared()
             store_tile(dv_out, k_at, kv_head, own_key, staged, OPTIONS.packed)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        previous = (previous_tile, previous_in_head)
-        _add_dq(dq_own, dq, stored, previous, QUERIES, D, CONSUMER, OPTIONS)
+        previous = (previous_tile, walked[3] <= storing)
+        _add_dq(dq_own, dq, previous, QUERIES, D, CONSUMER, OPTIONS)
         if OPTIONS.ordered:
             named_barrier_arrive_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
         named_barrier_arrive_at(ds_written(CONSUMER, step + 2), CONSUMERS)
@@ -564,7 +570,7 @@ def hopper_backward_kernel(
     D_DIV8,  # D / 8, likewise
     OPTIONS: gl.constexpr,  # backward_common.BackwardOptions
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or in rings ``N_TILES``.
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or in rings all that run at once.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``band``: how many keys before that one a query sees, if ``has_left``.

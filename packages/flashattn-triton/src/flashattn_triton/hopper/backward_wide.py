@@ -361,7 +361,7 @@ def _consumer(
         first_offset,
     )
     first_key, kv_head, _, _, _, _, k_at, _, _ = key_tile_at(
-        gl.program_id(0), gl.num_programs(0), sizes, tiles_ptr, KEYS, OPTIONS
+        gl.program_id(0), gl.num_programs(0), (sizes, tiles_ptr, band), KEYS, OPTIONS
     )
     own_key = first_key + CONSUMER * OWN
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)

@@ -29,6 +29,13 @@ PACKED_END = 2**30  # where the descriptor of a packed tensor ends
 END = gl.constexpr(PACKED_END)
 FIELDS = gl.constexpr(8)  # of an entry
 SEQUENCES = 64  # whose tiles one program of packed_tiles_kernel writes
+# Of the backward pass in rings: how many of the longest run at the same time, and how many tiles of
+# queries lie from one program's first to the next one's. Were it 1, a program would wait for what
+# the next one has just added.
+RINGS = gl.constexpr(2)
+STRIDE = gl.constexpr(2)
+# Of a head's Q, dO and sum of dQ, so many tiles of 64 KB twice do not leave much of the L2 cache.
+MOST_IN_L2 = gl.constexpr(192)
 
 
 def most_tiles(tokens: int, sequences: int, rows: int) -> int:
@@ -290,7 +297,7 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
 
 
 @gluon.jit
-def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
+def key_tile_at(index, n_tiles_of_all, work, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of KEYS keys, and whether its :func:`walk` goes backwards.
 
     (first key, key head, queries, keys, offset, q_at, k_at, sequence, backwards): queries, keys and
@@ -300,8 +307,10 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
     queries see. If ``ordered`` they take the last one first, and as many heads together as have
     tiles for all programs. With the longest tiles last, some would end late: 2 to 5 %. So the last
     heads have the other order, and their walks go backwards: all begin at the last tile of queries,
-    one after the other.
+    one after the other. Under a window, all walks are short, and more heads come together. In rings
+    programs take the first ring of as many heads as fill the GPU, then these heads' second one.
     """
+    sizes, tiles_ptr, band = work
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
     if OPTIONS.packed:
         first_tile, end_q, n_queries, end_k, n_keys, _, _, sequence = entry_of_tile(
@@ -311,12 +320,16 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
         index -= first_tile * N_KV_HEADS
         n_heads = N_KV_HEADS
     else:
-        n_tiles = gl.cdiv(N_KEYS, KEYS)
+        n_queries, n_keys = N_QUERIES, N_KEYS
+        n_tiles = gl.cdiv(n_keys, KEYS)
         n_heads = n_tiles_of_all // n_tiles
     backwards = False
     if OPTIONS.at_once > 0:
         # The last heads come together, their shortest tiles last, when other programs end: 3 %.
-        together = min(max(OPTIONS.at_once // n_tiles, 1), n_heads)
+        most_steps = n_tiles
+        if OPTIONS.has_left:
+            most_steps = min(n_tiles, gl.cdiv(band + KEYS, OPTIONS.padding) + 1)
+        together = min(max(OPTIONS.at_once // most_steps, 1), n_heads)
         if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
             together = gl.where(together == n_heads, n_heads, 1)
         last = n_heads - together
@@ -324,16 +337,30 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
         size = 1
         if OPTIONS.ordered:  # programs that wait for one another begin further apart
             size = together
+        if both_ways(OPTIONS):
             backwards = is_last & (last > 0)
         first_head = gl.where(is_last, last, index // (n_tiles * size) * size)
         size = gl.where(is_last, together, min(size, last - first_head))
         index -= first_head * n_tiles
         head = first_head + index % size
         tile = index // size
+    elif OPTIONS.ring > 0:
+        n_query_tiles = gl.cdiv(n_queries, OPTIONS.padding)
+        members = ring_of(n_keys, n_query_tiles, KEYS, OPTIONS)
+        together = min(OPTIONS.ring * RINGS // members, n_heads)
+        together = gl.where(n_query_tiles > MOST_IN_L2, 1, together)
+        first_head = index // (n_tiles * together) * together
+        size = min(together, n_heads - first_head)
+        index -= first_head * n_tiles
+        of_ring = index // (members * size) * members
+        index -= of_ring * size
+        members = min(members, n_tiles - of_ring)
+        head = first_head + index // members
+        tile = of_ring + index % members
     else:
         head = index // n_tiles
         tile = index % n_tiles
-    if OPTIONS.ordered:
+    if OPTIONS.ordered and OPTIONS.ring == 0:
         tile = gl.where(backwards, tile, n_tiles - 1 - tile)
     first_key = tile * KEYS
     if OPTIONS.packed:
@@ -344,8 +371,6 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
     else:
         sequence = head // N_KV_HEADS  # of a dense batch
         head = head % N_KV_HEADS
-        n_queries = N_QUERIES
-        n_keys = N_KEYS
         q_at = (sequence, 0)
         k_at = (sequence, 0)
     return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards
@@ -354,7 +379,7 @@ def key_tile_at(index, n_tiles_of_all, sizes, tiles_ptr, KEYS: gl.constexpr, OPT
 @gluon.constexpr_function
 def both_ways(options):
     """Whether there are walks that go backwards, see :func:`key_tile_at`."""
-    return options.ordered and options.at_once > 0
+    return options.ordered and options.at_once > 0 and not options.has_left
 
 
 @gluon.jit
@@ -366,8 +391,8 @@ def walk(
 
     The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
     start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
-    tile 0. Otherwise it is ``first``, of the next head. If ``ordered`` they start at different
-    tiles only in a ``ring``, see :func:`ring_of`. ``ahead`` is 1, or -1 if it goes ``backwards``.
+    tile 0. Otherwise it is ``first``, of the next head. ``ring``: as :func:`ring_of` returns it, or
+    0. ``ahead`` is 1, or -1 if it goes ``backwards``.
     """
     first = 0
     last = n_tiles - 1
@@ -381,8 +406,8 @@ def walk(
         return begin, end, begin, last - first + 1, gl.where(backwards, -1, 1)
     if OPTIONS.is_causal or OPTIONS.has_left:
         return first, last, first, last - first + 1, 1
-    if OPTIONS.ordered:
-        return gl.where(ring > 0, first_key // QUERIES, 0), last, 0, n_tiles, 1
+    if OPTIONS.ring > 0:
+        return first_key // KEYS % ring * STRIDE, last, 0, n_tiles, 1
     return (first_key // QUERIES) % n_tiles, last, 0, n_tiles, 1
 
 
@@ -405,13 +430,18 @@ def place_of_tile(head, tile, tiles):
 
 
 @gluon.jit
-def ring_of(n_keys, n_tiles, RING: gl.constexpr, KEYS: gl.constexpr, QUERIES: gl.constexpr):
-    """How many programs form a ring, which the backward kernel's docstring describes; 0 for none.
+def ring_of(n_keys, n_tiles, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
+    """How many programs form a ring, which the backward kernel's docstring describes.
 
-    All programs of a head, if they have different first tiles of queries. They must also be at most
-    RING, which is half of what runs at the same time, and if they are more than half of RING, two
-    rings must almost fill the GPU: where a third one began, it would wait for long.
+    At most ``OPTIONS.ring``, and so few that each begins STRIDE of the ``n_tiles`` tiles of queries
+    after the one before. A head has as many rings as it takes, of one size but for the last. In
+    rings of one, all programs begin at the first tile; for long sequences, one head after another.
     """
     n = gl.cdiv(max(n_keys, 1), KEYS)
-    fits = (n <= RING // 2) | ((n <= RING) & (8 * n >= 7 * RING))
-    return gl.where(fits & ((n - 1) * (KEYS // QUERIES) < n_tiles), n, 0)
+    most = max(min(gl.cdiv(n_tiles, STRIDE), OPTIONS.ring), 1)
+    members = gl.cdiv(n, gl.cdiv(n, most))
+    # Two of these should almost fill the GPU, or it runs smaller ones.
+    in_halves = gl.cdiv(n, gl.cdiv(n, min(most, max(OPTIONS.ring // 2, 1))))
+    fills = (2 * members <= OPTIONS.ring) | (8 * members >= 7 * OPTIONS.ring)
+    members = gl.where(fills, members, in_halves)
+    return gl.where(n_tiles > MOST_IN_L2, 1, members)

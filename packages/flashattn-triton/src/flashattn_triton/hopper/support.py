@@ -142,6 +142,28 @@ def wait_for_predecessors(order_counter, before, INDEX: gl.constexpr, THREADS: g
 
 
 @gluon.jit
+def wait_until_reached(counter, n):
+    """Until a counter in memory is at least ``n``."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        .reg .b32 now;
+        look:
+        ld.relaxed.gpu.global.b32 now, [$1];
+        setp.lt.s32 again, now, $2;
+        @again bra look;
+        bar.warp.sync 0xffffffff;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [counter.to(gl.int64), gl.to_tensor(n)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def signal_successors(order_counter):
     """The first thread of a kernel's second warp adds 1 to the ``order_counter``.
 

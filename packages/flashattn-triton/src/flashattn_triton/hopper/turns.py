@@ -18,7 +18,8 @@ a look at a counter: one warp for both would hold up the consumers.
                     tile of queries that sees its keys, and they begin at later tiles
     the last heads  predecessors have earlier keys, and the walk goes backwards, from the last tile
                     of queries to the diagonal: see ``schedule.key_tile_at``
-    in a ring       see ``schedule.ring_of``; the step in which programs come to the tile decides
+    in a ring       see ``schedule.ring_of``; the step in which programs come to the tile decides,
+                    after all programs of the head's earlier rings
 
 Predecessors are in tiles of keys that are begun earlier, or in a ring at the same time.
 """
@@ -28,11 +29,17 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_triton.hopper.schedule import both_ways, next_query_tile, place_of_tile
+from flashattn_triton.hopper.schedule import (
+    STRIDE,
+    both_ways,
+    next_query_tile,
+    place_of_tile,
+)
 from flashattn_triton.hopper.support import (
     named_barrier_sync,
     signal_successors,
     wait_for_predecessors,
+    wait_until_reached,
 )
 
 # Hardware barriers, one for each consumer, at which it waits for its turn.
@@ -60,11 +67,12 @@ def predecessors(
     if both_ways(OPTIONS):
         n = gl.where(ahead < 0, first_key // KEYS, n)
     if OPTIONS.ring > 0:
-        STRIDE: gl.constexpr = KEYS // QUERIES  # of first tiles of queries in a ring
-        wrapped = gl.where(tile < first, tile // STRIDE + 1, 0)
-        counted = gl.where(tile < first, tile + n_tiles, tile)
-        in_ring = min(counted // STRIDE, last_tile) - first_key // KEYS + wrapped
-        n = gl.where(ring > 0, in_ring, n)
+        place = first // STRIDE
+        in_earlier_rings = first_key // KEYS - place
+        last_place = min(ring - 1, last_tile - in_earlier_rings)
+        begun = tile // STRIDE
+        after_wrap = last_place - place + begun + 1
+        n = in_earlier_rings + gl.where(tile < first, after_wrap, min(begun, last_place) - place)
     return n
 
 
@@ -112,6 +120,26 @@ def take_turns(
         counter = place_of_tile(head, tile, tiles)
         before = predecessors(tile, own, walked, tiles, KEYS, QUERIES, OPTIONS)
     return added_to, counter, before, tile, head
+
+
+@gluon.jit
+def end_of_ring(index, program, KEYS: gl.constexpr):
+    """The number of the tile of keys after the last one of the ring of tile ``index``.
+
+    When a program takes its next tile, before it has waited for all of the ring, those of the ring
+    must have been taken. With two of them, it would wait for itself.
+    """
+    own, walked, tiles = program
+    place = walked[0] // STRIDE
+    last_place = min(tiles[2], gl.cdiv(own[2], KEYS) - own[0] // KEYS + place) - 1
+    return index + last_place - place + 1
+
+
+@gluon.jit
+def wait_for_ring(counter, n_taken, end):
+    """Until all tiles of keys before ``end`` have been taken, if fewer were a step ago."""
+    if n_taken < end:
+        wait_until_reached(counter, end)
 
 
 @gluon.jit
