@@ -216,18 +216,13 @@ class HopperBackwardCall:
             dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         most_in_ring = at_once = 0
+        # Whether a program adds to a tile of queries a step after another one.
+        close = ordered and queries == keys
         if ordered and left is right is None:
             most_in_ring = forward.multiprocessors(device) // RINGS.value
         # Of packed sequences, the longest come first, and short ones end the launch.
-        elif right is not None and not (ordered and packed):
-            at_once = forward.multiprocessors(device)
-            # With more heads together, programs begin two tiles of queries after those before
-            # which they add, as elsewhere, and not one.
-            close = ordered and queries == keys
-            if close:
-                at_once *= 2
-            if left is not None and not close:
-                at_once = 0
+        elif right is not None and (left is None or close) and not (ordered and packed):
+            at_once = forward.multiprocessors(device) * (2 if close else 1)
         maps: dict[str, Parameter] = {
             "q_desc": map_of(shapes[0], q_stride, [1, 1, step, loaded]),
             "k_desc": map_of(shapes[1], k_stride, [1, 1, keys, loaded]),

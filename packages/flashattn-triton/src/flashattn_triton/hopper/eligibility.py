@@ -82,8 +82,8 @@ def takes_gradients(head_dims: tuple[int, int], problem: Problem, by_name: bool 
     For soft-caps on narrow heads there is no kernel here. Deterministic gradients are taken where
     they are faster than by the portable tier's separate pass, or asked for ``by_name``. Under a
     mask with a right edge each program begins at its own diagonal, so few programs wait for others,
-    and without a mask short sequences form rings. A left edge alone leaves all programs to begin at
-    the same queries. Of wide heads the portable tier takes twice as long anyway.
+    and without a mask they form rings. A left edge alone leaves all programs to begin at the same
+    queries. Of wide heads the portable tier takes twice as long anyway.
     """
     if problem.softcap is not None and max(head_dims) <= NARROW:
         return False
