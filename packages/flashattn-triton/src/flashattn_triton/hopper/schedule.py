@@ -297,18 +297,67 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
 
 
 @gluon.jit
+def _tile_of_heads_together(
+    index, n_tiles, n_heads, band, KEYS: gl.constexpr, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """(head, tile of keys, whether its walk goes backwards), where ``at_once`` says so.
+
+    Programs take one head after another, and of a head the first tile of keys first, which most
+    queries see; but the last heads together, their shortest tiles last, when other programs end:
+    3 %. If ``ordered`` they take a head's last tile first, and as many heads together as have steps
+    for all programs. With the longest tiles last, some would end late: 2 to 5 %. So the last heads
+    have the other order, and their walks go backwards: all begin at the last tile of queries, one
+    after the other.
+    """
+    most_steps = n_tiles
+    if OPTIONS.has_left:
+        band += index >> 30  # 0, which the compiler cannot know: it would share terms with masks
+        most_steps = min(n_tiles, gl.cdiv(band + KEYS, OPTIONS.padding) + 1)
+    together = min(max(OPTIONS.at_once // most_steps, 1), n_heads)
+    if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
+        together = gl.where(together == n_heads, n_heads, 1)
+    last = n_heads - together
+    is_last = index >= last * n_tiles
+    size = 1
+    if OPTIONS.ordered:  # programs that wait for one another begin further apart
+        size = together
+    first_head = gl.where(is_last, last, index // (n_tiles * size) * size)
+    size = gl.where(is_last, together, min(size, last - first_head))
+    index -= first_head * n_tiles
+    tile = index // size
+    backwards = False
+    if both_ways(OPTIONS):
+        backwards = is_last & (last > 0)
+    if OPTIONS.ordered:
+        tile = gl.where(backwards, tile, n_tiles - 1 - tile)
+    return first_head + index % size, tile, backwards
+
+
+@gluon.jit
+def _tile_in_rings(
+    index, n_tiles, n_heads, lengths, KEYS: gl.constexpr, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """(head, tile of keys): the first ring of as many heads as fill the GPU, then their next."""
+    n_queries, n_keys = lengths
+    n_query_tiles = gl.cdiv(n_queries, OPTIONS.padding)
+    members = ring_of(n_keys, n_query_tiles, KEYS, OPTIONS)
+    together = min(OPTIONS.ring * RINGS // members, n_heads)
+    together = gl.where(n_query_tiles > MOST_IN_L2, 1, together)
+    first_head = index // (n_tiles * together) * together
+    size = min(together, n_heads - first_head)
+    index -= first_head * n_tiles
+    first_tile = index // (members * size) * members
+    index -= first_tile * size
+    members = min(members, n_tiles - first_tile)
+    return first_head + index // members, first_tile + index % members
+
+
+@gluon.jit
 def key_tile_at(index, n_tiles_of_all, work, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
     """A tile of KEYS keys, and whether its :func:`walk` goes backwards.
 
     (first key, key head, queries, keys, offset, q_at, k_at, sequence, backwards): queries, keys and
     offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for :func:`load_tile`.
-
-    Programs take one head after another, and of a head the first tile of keys first, which most
-    queries see. If ``ordered`` they take the last one first, and as many heads together as have
-    tiles for all programs. With the longest tiles last, some would end late: 2 to 5 %. So the last
-    heads have the other order, and their walks go backwards: all begin at the last tile of queries,
-    one after the other. Under a window, all walks are short, and more heads come together. In rings
-    programs take the first ring of as many heads as fill the GPU, then these heads' second one.
     """
     sizes, tiles_ptr, band = work
     N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
@@ -325,43 +374,16 @@ def key_tile_at(index, n_tiles_of_all, work, KEYS: gl.constexpr, OPTIONS: gl.con
         n_heads = n_tiles_of_all // n_tiles
     backwards = False
     if OPTIONS.at_once > 0:
-        # The last heads come together, their shortest tiles last, when other programs end: 3 %.
-        most_steps = n_tiles
-        if OPTIONS.has_left:
-            most_steps = min(n_tiles, gl.cdiv(band + KEYS, OPTIONS.padding) + 1)
-        together = min(max(OPTIONS.at_once // most_steps, 1), n_heads)
-        if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
-            together = gl.where(together == n_heads, n_heads, 1)
-        last = n_heads - together
-        is_last = index >= last * n_tiles
-        size = 1
-        if OPTIONS.ordered:  # programs that wait for one another begin further apart
-            size = together
-        if both_ways(OPTIONS):
-            backwards = is_last & (last > 0)
-        first_head = gl.where(is_last, last, index // (n_tiles * size) * size)
-        size = gl.where(is_last, together, min(size, last - first_head))
-        index -= first_head * n_tiles
-        head = first_head + index % size
-        tile = index // size
+        head, tile, backwards = _tile_of_heads_together(
+            index, n_tiles, n_heads, band, KEYS, OPTIONS
+        )
     elif OPTIONS.ring > 0:
-        n_query_tiles = gl.cdiv(n_queries, OPTIONS.padding)
-        members = ring_of(n_keys, n_query_tiles, KEYS, OPTIONS)
-        together = min(OPTIONS.ring * RINGS // members, n_heads)
-        together = gl.where(n_query_tiles > MOST_IN_L2, 1, together)
-        first_head = index // (n_tiles * together) * together
-        size = min(together, n_heads - first_head)
-        index -= first_head * n_tiles
-        of_ring = index // (members * size) * members
-        index -= of_ring * size
-        members = min(members, n_tiles - of_ring)
-        head = first_head + index // members
-        tile = of_ring + index % members
+        head, tile = _tile_in_rings(index, n_tiles, n_heads, (n_queries, n_keys), KEYS, OPTIONS)
     else:
         head = index // n_tiles
         tile = index % n_tiles
-    if OPTIONS.ordered and OPTIONS.ring == 0:
-        tile = gl.where(backwards, tile, n_tiles - 1 - tile)
+        if OPTIONS.ordered:
+            tile = n_tiles - 1 - tile
     first_key = tile * KEYS
     if OPTIONS.packed:
         q_at = (end_q, END - n_queries)
