@@ -85,7 +85,7 @@ class BackwardOptions:
     ring: the most programs of a ring, of which the GPU runs ``schedule.RINGS`` at the same time; 0
         unless ``ordered`` and without a mask.
     at_once: of how many programs heads come together, those that the GPU runs at the same time or
-        twice as many; 0 for one head at a time. See ``schedule.key_tile_at``.
+        twice as many; 0 for one head at a time. See ``schedule``.
     """
 
     columns: int

@@ -17,7 +17,7 @@ a look at a counter: one warp for both would hold up the consumers.
     under a mask    predecessors have later keys. Each program begins at its diagonal, the first
                     tile of queries that sees its keys, and they begin at later tiles
     the last heads  predecessors have earlier keys, and the walk goes backwards, from the last tile
-                    of queries to the diagonal: see ``schedule.key_tile_at``
+                    of queries to the diagonal: see ``schedule._tile_of_heads_together``
     in a ring       see ``schedule.ring_of``; the step in which programs come to the tile decides,
                     after all programs of the head's earlier rings
 
