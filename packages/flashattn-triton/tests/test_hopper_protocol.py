@@ -7,6 +7,7 @@ fp64, so that results are the definition's, or wrong.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -862,19 +863,27 @@ def test_the_simulation_finds_programs_that_do_not_signal() -> None:
 
 
 def test_no_program_takes_two_tiles_of_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others are late: one would end its tile of keys when nobody has the ring's next one."""
-    take = Machine.atomic_add
+    """Others begin when one, at the end of its tile of keys, takes another or waits for them."""
+    take, wait = Machine.atomic_add, Machine.wait_until_reached
+    may_begin = threading.Event()
 
-    def later(machine: Machine, pointer: Pointer, x: int) -> Any:
-        if machine.program > 0 and not hasattr(machine, "has_begun"):
-            time.sleep(0.5)
-        machine.has_begun = True  # type: ignore[attr-defined]
-        return take(machine, pointer, x)
+    def take_late(machine: Machine, pointer: Pointer, x: int) -> Any:
+        assert machine.program == 0 or may_begin.wait(60)
+        taken = take(machine, pointer, x)
+        if taken > 0:
+            may_begin.set()
+        return taken
+
+    def wait_for_others(machine: Machine, counter: Pointer, n: int) -> None:
+        may_begin.set()
+        wait(machine, counter, n)
 
     monkeypatch.setattr(forward, "multiprocessors", lambda device: 4)
-    monkeypatch.setattr(Machine, "atomic_add", later)
+    monkeypatch.setattr(Machine, "atomic_add", take_late)
+    monkeypatch.setattr(Machine, "wait_until_reached", wait_for_others)
     problem = problem_of((500, 200), 64, deterministic=True)
     check_backward(problem, 0)
+    may_begin.clear()
     with pytest.raises(SimulationError, match="a predecessor that never signals"):
         check_backward(problem, 0, wait_until_reached=NOTHING)
 

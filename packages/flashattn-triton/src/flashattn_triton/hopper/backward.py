@@ -216,7 +216,8 @@ class HopperBackwardCall:
             dk_out = map_of(shapes[1], dk_stride, [1, 1, OWN.value, loaded])
             dv_out = map_of(shapes[2], dv_stride, [1, 1, OWN.value, values])
         most_in_ring = at_once = 0
-        # Whether a program adds to a tile of queries a step after another one.
+        # Programs of neighbouring tiles of keys begin one tile of queries apart, so that each adds
+        # a step after the one that it waits for. With more heads together it begins later.
         close = ordered and queries == keys
         if ordered and left is right is None:
             most_in_ring = forward.multiprocessors(device) // RINGS.value
@@ -311,6 +312,7 @@ class HopperBackwardCall:
                     **scales,
                 },
                 {"OPTIONS": options},
+                # Without keys nothing is launched that has waited for preprocess_kernel.
                 early=programs[1] > 0,
             )
         else:

@@ -84,8 +84,8 @@ class BackwardOptions:
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring, of which the GPU runs ``schedule.RINGS`` at the same time; 0
         unless ``ordered`` and without a mask.
-    at_once: of how many programs heads come together, those that the GPU runs at the same time or
-        twice as many; 0 for one head at a time. See ``schedule``.
+    at_once: as many heads come together as have so many programs; 0 for one head at a time. See
+        ``schedule``.
     """
 
     columns: int

@@ -34,7 +34,8 @@ SEQUENCES = 64  # whose tiles one program of packed_tiles_kernel writes
 # the next one has just added.
 RINGS = gl.constexpr(2)
 STRIDE = gl.constexpr(2)
-# Of a head's Q, dO and sum of dQ, so many tiles of 64 KB twice do not leave much of the L2 cache.
+# Each tile of queries has 64 KB of Q, dO and the sum of dQ. Two heads of more tiles than this, read
+# together, do not fit into the L2 cache beside their keys.
 MOST_IN_L2 = gl.constexpr(192)
 
 

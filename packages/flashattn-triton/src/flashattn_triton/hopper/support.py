@@ -51,8 +51,8 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 def _in_order(PTX: gl.constexpr, x):
     """PTX for its effect alone, over which no access to memory moves. ``x`` is its ``$1``.
 
-    Without the clobber, LLVM moves loads behind the arrival at a barrier that lets others overwrite
-    what is loaded.
+    Whatever waits or lets others go on here says that it changes memory (``~{memory}``). Otherwise
+    LLVM moves loads behind the arrival at a barrier that lets others overwrite what is loaded.
     """
     gl.inline_asm_elementwise(PTX, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -133,7 +133,7 @@ def wait_for_predecessors(order_counter, before, INDEX: gl.constexpr, THREADS: g
     PTX: gl.constexpr = _wait_and_arrive(FIRST_NAMED_BARRIER + INDEX, THREADS)
     gl.inline_asm_elementwise(
         PTX,
-        "=r,l,r",
+        "=r,l,r,~{memory}",
         [order_counter.to(gl.int64), gl.to_tensor(before)],
         dtype=gl.int32,
         is_pure=False,
@@ -155,7 +155,7 @@ def wait_until_reached(counter, n):
         bar.warp.sync 0xffffffff;
         mov.b32 $0, 0;
         }""",
-        "=r,l,r",
+        "=r,l,r,~{memory}",
         [counter.to(gl.int64), gl.to_tensor(n)],
         dtype=gl.int32,
         is_pure=False,
@@ -179,7 +179,7 @@ def signal_successors(order_counter):
         @own red.release.gpu.global.add.s32 [$1], 1;
         mov.b32 $0, 0;
         }""",
-        "=r,l",
+        "=r,l,~{memory}",
         [order_counter.to(gl.int64)],
         dtype=gl.int32,
         is_pure=False,
