@@ -17,17 +17,35 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Batch, heads, tokens, head_dim, dtype, causal. The first is the leaderboard's.
-CASES: dict[str, tuple[int, int, int, int, str, bool]] = {
-    "d64-causal": (1, 16, 16384, 64, "bfloat16", True),
-    "d64-full": (1, 16, 16384, 64, "bfloat16", False),
-    "d128-causal": (1, 16, 16384, 128, "bfloat16", True),
-    "d128-full": (1, 16, 16384, 128, "bfloat16", False),
-    "d64-causal-short": (16, 32, 1024, 64, "bfloat16", True),
-    "d128-causal-fp32": (2, 8, 4096, 128, "float32", True),
+
+@dataclass(frozen=True)
+class Case:
+    """A problem. ``shape``: batch, heads, tokens. ``head_dim``: of query and key."""
+
+    head_dim: int
+    value_dim: int
+    options: dict[str, Any]
+    shape: tuple[int, int, int] = (1, 16, 16384)
+    dtype: str = "bfloat16"
+
+
+CAUSAL: dict[str, Any] = {"causal": True}
+CASES = {
+    "d64-causal": Case(64, 64, CAUSAL),  # the leaderboard's
+    "d64-full": Case(64, 64, {}),
+    "d64-causal-short": Case(64, 64, CAUSAL, (16, 32, 1024)),
+    "d96-causal": Case(96, 96, CAUSAL),
+    "d128-causal": Case(128, 128, CAUSAL),
+    "d128-full": Case(128, 128, {}),
+    "d128-window": Case(128, 128, CAUSAL | {"window": (1024, 0)}),
+    "d128-deterministic": Case(128, 128, CAUSAL | {"deterministic": True}),
+    "d192-128-causal": Case(192, 128, CAUSAL),
+    "d256-causal": Case(256, 256, CAUSAL),
+    "d128-causal-fp32": Case(128, 128, CAUSAL, (2, 8, 4096), "float32"),
 }
 PASSES = ("forward", "backward", "both")
 
@@ -47,18 +65,18 @@ def work() -> None:
         name, direction, milliseconds = line.split()
         if name not in prepared:
             prepared.clear()
-            batch, heads, tokens, head_dim, dtype, causal = CASES[name]
+            case = CASES[name]
             torch.manual_seed(0)
-            shape = (batch, heads, tokens, head_dim)
+            dtype = getattr(torch, case.dtype)
             leaves = [
-                torch.randn(shape, device="cuda", dtype=getattr(torch, dtype), requires_grad=True)
-                for _ in range(3)
+                torch.randn(*case.shape, width, device="cuda", dtype=dtype, requires_grad=True)
+                for width in (case.head_dim, case.head_dim, case.value_dim)
             ]
-            prepared[name] = (leaves, causal, flash_attention(*leaves, causal=causal))
-        leaves, causal, out = prepared[name]
+            prepared[name] = (leaves, case.options, flash_attention(*leaves, **case.options))
+        leaves, options, out = prepared[name]
 
-        def forward(leaves: Any = leaves, causal: bool = causal) -> Any:
-            return flash_attention(*leaves, causal=causal)
+        def forward(leaves: Any = leaves, options: dict[str, Any] = options) -> Any:
+            return flash_attention(*leaves, **options)
 
         def backward(out: Any = out, leaves: Any = leaves) -> Any:
             return torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
@@ -72,7 +90,7 @@ def work() -> None:
             "triton": triton.__version__,
             "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name(),
-            "explain": explain(*leaves, causal=causal).splitlines()[0],
+            "explain": explain(*leaves, **options).splitlines()[0],
         }
         print(json.dumps(row), file=answers, flush=True)
 

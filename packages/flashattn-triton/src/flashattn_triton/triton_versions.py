@@ -293,7 +293,7 @@ def rounds_in_pairs() -> bool:
     return installed() != (3, 8)
 
 
-def hopper_options() -> dict[str, Any]:
+def hopper_options(few_registers: bool = False) -> dict[str, Any]:
     """Options of compiling the Hopper tier's kernels, besides :data:`COMPILE_OPTIONS`.
 
     Triton 3.9 assembles for sm_90 with ptxas 13.4, the versions before with 12.8 and 12.9. At its
@@ -302,7 +302,15 @@ def hopper_options() -> dict[str, Any]:
     also lowers the level of register allocation for all kernels, because of an error in ptxas that
     it does not name; at the level that ptxas takes by itself the forward kernels spill nothing in
     their loops and much less around them, and the tests on a GPU pass.
+
+    ``few_registers``: for kernels whose products have more operands than uniform registers can
+    hold. Triton 3.9 computes where all operands of several products are before it begins the
+    first; ptxas then computes that for each thread, in a quarter more instructions a step. Told to
+    use few registers (``sched4reg``), Triton computes each address where it is needed.
     """
     if installed() != (3, 9):
         return {}
-    return {"ptx_options": "--register-usage-level=3 --regAllocOptLevel=5"}
+    options: dict[str, Any] = {"ptx_options": "--register-usage-level=3 --regAllocOptLevel=5"}
+    if few_registers:
+        options["sched4reg"] = True
+    return options

@@ -253,18 +253,14 @@ class HopperBackwardCall:
         added: dict[str, Parameter] = {} if two_passes else {"dq_ptr": fp32}
         counters: dict[str, Parameter] = {}
         of_tiles: dict[str, int] = {}
-        if persistent:
+        if persistent:  # programs go from tile to tile of keys
             counters["counters_ptr"] = torch.int32
             of_tiles["N_TILES"] = programs[1]
         elif not two_passes:
             counters["order_counters_ptr"] = torch.int32 if ordered else None
-        # Programs go from tile to tile of keys; those of a ring have one each.
-        at_a_time = programs[1]
-        if persistent and not most_in_ring:
-            at_a_time = forward.multiprocessors(device)
         self.main = hopper_launch(
             kernel,
-            min(programs[1], at_a_time),
+            min(programs[1], forward.multiprocessors(device)) if persistent else programs[1],
             {
                 **maps,
                 "statistics_desc": statistics,
@@ -286,6 +282,7 @@ class HopperBackwardCall:
                 **of_sums,
             },
             {"OPTIONS": options},
+            few_registers=True,
             early=two_passes,
         )
         if two_passes:
@@ -312,6 +309,7 @@ class HopperBackwardCall:
                     **scales,
                 },
                 {"OPTIONS": options},
+                few_registers=True,
                 # Without keys nothing is launched that has waited for preprocess_kernel.
                 early=programs[1] > 0,
             )

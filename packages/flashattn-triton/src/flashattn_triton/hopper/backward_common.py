@@ -42,6 +42,7 @@ from flashattn_triton.hopper.support import (
     allocate_tiles,
     named_barrier_sync_at,
     new_barriers,
+    slot_and_phase,
     tma_load,
 )
 from flashattn_triton.hopper.turns import end_last_turn, first_turn, take_turns
@@ -336,7 +337,7 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
     if OPTIONS.ordered:
         adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
     for step in range(steps + STAGES):
-        slot = step % STAGES
+        slot, _phase = slot_and_phase(step, STAGES)
         row = place_of_tile(head, tile, tiles) * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
@@ -353,7 +354,7 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)
     if OPTIONS.ordered:
-        named_barrier_sync_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        named_barrier_sync_at(Q_EMPTY + slot_and_phase(steps, STAGES)[0], EVERYBODY)
         end_last_turn(adding, order_counters_ptr)
 
 
@@ -388,7 +389,7 @@ def ds_written(CONSUMER: gl.constexpr, steps):
       steps. It follows a wait for the other's n steps, and the other consumer waits for n - 1 steps
       before it arrives for n.
     """
-    return DS_WRITTEN + 2 * CONSUMER + steps % 2
+    return DS_WRITTEN + 2 * CONSUMER + (steps & 1)
 
 
 # ---- products ------------------------------------------------------------------------------------

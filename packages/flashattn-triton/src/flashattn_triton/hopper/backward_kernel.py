@@ -106,25 +106,20 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync_at,
     new_barriers,
     reduce_add,
+    slot_and_phase,
     store_or_add,
+    wait_until_reached,
 )
 from flashattn_triton.hopper.turns import (
     end_last_turn,
     end_of_ring,
     first_turn,
     take_turns,
-    wait_for_ring,
     wait_for_turn,
 )
 
 KEYS = gl.constexpr(128)  # of one tile
 K_BUFFERS = gl.constexpr(2)  # tiles of K in shared memory
-
-
-@gluon.jit
-def slot_and_phase(n):
-    """Of two slots, the n-th tile's, and the phase of its barrier. Divisions take registers."""
-    return n & 1, (n >> 1) & 1
 
 
 # ---- producer ------------------------------------------------------------------------------------
@@ -158,7 +153,7 @@ def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.
     k_full, _, k_empty, _, _, _ = barriers
     k_smem = buffers[0]
     first_key, kv_head, _, _, _, _ = tile
-    buffer, phase = slot_and_phase(turn)
+    buffer, phase = slot_and_phase(turn, K_BUFFERS)
     full = k_full.index(buffer)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, index)
@@ -227,12 +222,11 @@ def _producer(
             adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
         if OPTIONS.ring > 0:
             ring_end = end_of_ring(index, program, KEYS)
-            n_taken = 0
         next_index = stop_index
         steps = walked[3] * HEADS_PER_KV
         for of_tile in range(steps):
             if of_tile > 0:
-                slot, _phase = slot_and_phase(step + of_tile)
+                slot, _phase = slot_and_phase(step + of_tile, STAGES)
                 tile, head = next_query_tile(tile, head, walked)
                 row = place_of_tile(head, tile, tiles) * QUERIES
                 if of_tile >= STAGES:
@@ -247,18 +241,16 @@ def _producer(
                     )  # fmt: skip
             # Late, so that who ends first begins the next tile. A step later costs up to 22 % where
             # programs add in order.
-            if OPTIONS.ring > 0 and of_tile == max(steps - 3, 0):
-                n_taken = gl.load(counters_ptr, volatile=True)
             if of_tile == max(steps - 2, 0):
                 if OPTIONS.ring > 0:
-                    wait_for_ring(counters_ptr, n_taken, ring_end)
+                    wait_until_reached(counters_ptr, ring_end)
                 next_index = n_begun + gl.atomic_add(counters_ptr, 1)
         # The last step waits for Q and dO also if there is no next tile.
         at = min(next_index, stop_index - 1)
         next_program = work_of_tile(at, stop_index, work, KEYS, QUERIES, OPTIONS)
         q_at, head, tile, row = _first_step(next_program, HEADS_PER_KV, QUERIES)
         for i in gl.static_range(STAGES):
-            slot, _phase = slot_and_phase(step + steps + i)
+            slot, _phase = slot_and_phase(step + steps + i, STAGES)
             if steps + i >= STAGES:
                 named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
             if i == 0:
@@ -275,12 +267,12 @@ def _producer(
                     steps + i, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
                 )  # fmt: skip
         if OPTIONS.ordered:
-            named_barrier_sync_at(Q_EMPTY + slot_and_phase(step + steps)[0], EVERYBODY)
+            named_barrier_sync_at(Q_EMPTY + slot_and_phase(step + steps, STAGES)[0], EVERYBODY)
             end_last_turn(adding, order_counters_ptr)
         step += steps
         turn += 1
         index = next_index
-    buffer, phase = slot_and_phase(turn)
+    buffer, phase = slot_and_phase(turn, K_BUFFERS)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
     _tell(indices, buffer, stop_index)
     mbarrier.arrive(k_full.index(buffer), count=1)
@@ -342,8 +334,8 @@ def _step(
     SUMS: gl.constexpr = dk[0].type.layout
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     DK_FIRST: gl.constexpr = D == 128  # its products run while dS is exchanged; by measurement
-    slot, _ = slot_and_phase(step)
-    next_slot, next_phase = slot_and_phase(step + 1)
+    slot, _ = slot_and_phase(step, STAGES)
+    next_slot, next_phase = slot_and_phase(step + 1, STAGES)
     # Always 0, which the compiler cannot know: it would otherwise keep all addresses within K and V
     # in registers, of which there are too few.
     opaque_zero = step >> 30
@@ -449,7 +441,7 @@ def _consumer(
 
         k_buffer = turn & 1
         own_k = k_smem.index(k_buffer).slice(CONSUMER * OWN, OWN, dim=0)
-        slot, phase = slot_and_phase(step)
+        slot, phase = slot_and_phase(step, STAGES)
         mbarrier.wait(q_full.index(slot), phase)
         q_tile, statistics = q_smem.index(slot), statistics_smem.index(slot)
         s = start_scores(own_k, q_tile, statistics, COLUMNS, HAS_SOFTCAP, SCORES)
@@ -508,7 +500,7 @@ def _consumer(
         previous = (previous_tile, walked[3] <= storing)
         _add_dq(dq_own, dq, previous, QUERIES, D, CONSUMER, OPTIONS)
         if OPTIONS.ordered:
-            named_barrier_arrive_at(Q_EMPTY + slot_and_phase(step)[0], EVERYBODY)
+            named_barrier_arrive_at(Q_EMPTY + slot_and_phase(step, STAGES)[0], EVERYBODY)
         named_barrier_arrive_at(ds_written(CONSUMER, step + 2), CONSUMERS)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step + 2), CONSUMERS)
         if OPTIONS.adds:
@@ -524,7 +516,7 @@ def _consumer(
         named_barrier_arrive_at(ds_written(CONSUMER, step + 3), CONSUMERS)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step + 3), CONSUMERS)
         turn += 1
-        next_buffer, next_phase = slot_and_phase(turn)
+        next_buffer, next_phase = slot_and_phase(turn, K_BUFFERS)
         mbarrier.wait(k_full.index(next_buffer), next_phase)
         index = _told(indices, next_buffer)
     tma.store_wait(0)

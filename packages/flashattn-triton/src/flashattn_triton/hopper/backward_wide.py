@@ -63,6 +63,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_arrive_at,
     named_barrier_sync_at,
     reduce_add,
+    slot_and_phase,
 )
 from flashattn_triton.hopper.turns import wait_for_turn
 
@@ -192,7 +193,7 @@ def _half_step(
     HAS_SOFTCAP: gl.constexpr = tanh_scale is not None
     DK_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     DV_OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    slot = step % STAGES
+    slot, _phase = slot_and_phase(step, STAGES)
     opaque_zero = _opaque_zero(step)
     own_v = v_smem.index(opaque_zero).slice(CONSUMER * OWN, OWN, dim=0)
     do_half = do_smem.index(slot).slice(SECOND * HALF, HALF, dim=0)
@@ -228,7 +229,8 @@ def _half_step(
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         if not OPTIONS.ordered:  # else after the additions
             named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-        mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+        mbarrier.wait(q_full.index(next_slot), next_phase)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     # One branch around all additions, because a condition on each of them costs registers.
     if previous_tile >= 0:
@@ -262,8 +264,7 @@ def _step(
     """Both halves of a tile of queries with scores ``s``: the next tile's scores, dK and dV."""
     do_full = barriers[2]
     k_smem, _, q_smem, _, statistics_smem = buffers
-    next_slot = (step + 1) % STAGES
-    next_phase = ((step + 1) // STAGES) & 1
+    next_slot, next_phase = slot_and_phase(step + 1, STAGES)
     s_first, s_second = _halves(s)
     ds, dk, dv = _half_step(
         barriers, buffers, ds_smem, dq_own, step, previous_tile, diagonal, limits, scales, s_first,
@@ -379,7 +380,7 @@ def _consumer(
     dq_third = warpgroup_mma_wait(0, deps=(dq_third,))
     _add_dq(dq_own, previous_tile, dq_third, True)
     if OPTIONS.ordered:
-        named_barrier_arrive_at(Q_EMPTY + steps % STAGES, EVERYBODY)
+        named_barrier_arrive_at(Q_EMPTY + slot_and_phase(steps, STAGES)[0], EVERYBODY)
     named_barrier_arrive_at(ds_written(CONSUMER, steps + 1), CONSUMERS)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps + 1), CONSUMERS)
     for part in gl.static_range(PARTS):

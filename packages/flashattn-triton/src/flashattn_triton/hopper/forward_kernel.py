@@ -87,6 +87,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync,
     named_barrier_sync_at,
     new_barriers,
+    slot_and_phase,
     to_operand,
     wait_until_written,
 )
@@ -164,8 +165,8 @@ def _field(record, INDEX: gl.constexpr):
 @gluon.jit
 def _has_tile(q_full, records, round_index, OPTIONS: gl.constexpr):
     """Waits for the next tile of queries; whether there is one."""
-    slot = round_index % OPTIONS.q_slots
-    mbarrier.wait(q_full.index(slot), (round_index // OPTIONS.q_slots) & 1)
+    slot, phase = slot_and_phase(round_index, OPTIONS.q_slots)
+    mbarrier.wait(q_full.index(slot), phase)
     return _field(records.index(slot), 0) != NO_TILE
 
 
@@ -199,8 +200,8 @@ def _any_overflowed(finished, overflowed, round_index, number, OPTIONS: gl.const
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     found = 0
     if number != NO_TILE:
-        slot = round_index % OPTIONS.q_slots
-        mbarrier.wait(finished.index(slot), (round_index // OPTIONS.q_slots) & 1)
+        slot, phase = slot_and_phase(round_index, OPTIONS.q_slots)
+        mbarrier.wait(finished.index(slot), phase)
         for c in gl.static_range(CONSUMERS):
             found += gl.max(overflowed.index(slot * CONSUMERS + c).load(LAYOUT), 0)
     return found != 0
@@ -220,14 +221,14 @@ def _next_tile(finished, overflowed, round_index, begun, before, N_TILES, OPTION
     again = 0
     if _any_overflowed(finished, overflowed, round_index - OPTIONS.q_slots, due, OPTIONS):
         number = due
-        again = 1 + round_index % OPTIONS.q_slots
+        again = 1 + slot_and_phase(round_index, OPTIONS.q_slots)[0]
     elif tile_index(begun) < N_TILES:
         number = begun
         begun += 1
     elif OPTIONS.q_slots > 1:
         if _any_overflowed(finished, overflowed, round_index - 1, last, OPTIONS):
             number = last
-            again = 1 + (round_index - 1) % OPTIONS.q_slots
+            again = 1 + slot_and_phase(round_index - 1, OPTIONS.q_slots)[0]
         last = NO_TILE
     return number, again, begun, last
 
@@ -293,9 +294,9 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
         stop_row = min(first_row + CONSUMERS * ROWS, n_queries)
         start, stop = key_tiles(first_row, stop_row, own_band, KEYS, OPTIONS)
         kv_head = head // HEADS_PER_KV
-        q_slot = round_index % Q_SLOTS
+        q_slot, q_phase = slot_and_phase(round_index, Q_SLOTS)
         if OPTIONS.over_queries:
-            mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+            mbarrier.wait(q_empty.index(q_slot), q_phase ^ 1)
         record = records.index(q_slot)
         _write_record(record, first_row, head, q_at[0], n_queries, own_band, k_at[0], again)
         mbarrier.expect(q_full.index(q_slot), QUERY_BYTES)
@@ -305,7 +306,7 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
             _load(q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, OPTIONS)
         for j in range(stop - start):
             first_key = (stop - 1 - j) * KEYS
-            slot = tiles_done % STAGES
+            slot, _phase = slot_and_phase(tiles_done, STAGES)
             _wait_for_release(KEY_SLOT, slot, OPTIONS)
             mbarrier.expect(k_full.index(slot), KEY_BYTES)
             _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
@@ -320,9 +321,9 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
         number, again, begun, last = _next_tile(
             finished, overflowed, round_index, begun, (before, last), N_TILES, OPTIONS
         )
-    q_slot = round_index % Q_SLOTS
+    q_slot, q_phase = slot_and_phase(round_index, Q_SLOTS)
     if OPTIONS.over_queries:
-        mbarrier.wait(q_empty.index(q_slot), ((round_index // Q_SLOTS) & 1) ^ 1)
+        mbarrier.wait(q_empty.index(q_slot), q_phase ^ 1)
     _write_record(records.index(q_slot), NO_TILE, 0, 0, 0, work[1], 0, 0)
     mbarrier.arrive(q_full.index(q_slot), count=1)
     for i in gl.static_range(STAGES):  # takes the last arrivals
@@ -353,7 +354,8 @@ def _scheduler_barrier_arrive(CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr):
 def _release_queries(q_empty, round_index, OPTIONS: gl.constexpr):
     """Releases a slot of Q when the output, which has overwritten it, has left shared memory."""
     tma.store_wait(0)
-    mbarrier.arrive(q_empty.index(round_index % OPTIONS.q_slots), count=1)
+    slot, _phase = slot_and_phase(round_index, OPTIONS.q_slots)
+    mbarrier.arrive(q_empty.index(slot), count=1)
 
 
 @gluon.jit
@@ -361,8 +363,7 @@ def _release_tiles(n, tiles_done, barriers, CONSUMER: gl.constexpr, OPTIONS: gl.
     """Releases ``n`` tiles that only other consumers' rows see; returns the new ``tiles_done``."""
     _q_full, _q_empty, k_full, v_full, _finished = barriers
     for _ in range(n):
-        slot = tiles_done % OPTIONS.stages
-        phase = (tiles_done // OPTIONS.stages) & 1
+        slot, phase = slot_and_phase(tiles_done, OPTIONS.stages)
         mbarrier.wait(k_full.index(slot), phase)
         _release(KEY_SLOT, slot, OPTIONS)
         mbarrier.wait(v_full.index(slot), phase)
@@ -525,8 +526,8 @@ def _overflowed_rows(shift, row_sum, OPTIONS: gl.constexpr):
 @gluon.jit
 def _add_values(p, acc, v_smem, tiles_done, v_full, OPTIONS: gl.constexpr):
     """O plus P·V of a tile, whose slot is then released."""
-    slot = tiles_done % OPTIONS.stages
-    mbarrier.wait(v_full.index(slot), (tiles_done // OPTIONS.stages) & 1)
+    slot, phase = slot_and_phase(tiles_done, OPTIONS.stages)
+    mbarrier.wait(v_full.index(slot), phase)
     acc = issue_columns(p, v_smem.index(slot), acc)
     acc = wait_for_columns(acc, 0)
     _release(VALUE_SLOT, slot, OPTIONS)
@@ -558,10 +559,8 @@ def _step(
     _q_smem, k_smem, v_smem, _o_smem, _records, _overflowed = buffers
     STAGES: gl.constexpr = OPTIONS.stages
     PROBABILITIES: gl.constexpr = p.type.layout
-    slot = tiles_done % STAGES
-    phase = (tiles_done // STAGES) & 1
-    before = (tiles_done - 1) % STAGES
-    phase_before = ((tiles_done - 1) // STAGES) & 1
+    slot, phase = slot_and_phase(tiles_done, STAGES)
+    before, phase_before = slot_and_phase(tiles_done - 1, STAGES)
 
     mbarrier.wait(k_full.index(slot), phase)
     if OPTIONS.in_order:
@@ -640,7 +639,7 @@ def _consumer(
         if OPTIONS.in_order:
             # Their products then queue one behind another, which keeps their softmaxes apart: 8 %.
             named_barrier_sync(0, 128 * CONSUMERS)
-        q_slot = round_index % Q_SLOTS
+        q_slot, _phase = slot_and_phase(round_index, Q_SLOTS)
         tile_row, head, n_queries, own_band, q_at, keys_end, again = _read_record(
             records.index(q_slot), work, OPTIONS
         )
@@ -656,9 +655,9 @@ def _consumer(
         tiles_done = _release_tiles(tile_stop - stop, tiles_done, barriers, CONSUMER, OPTIONS)
 
         # The last visible tile: there is no P·V to issue beside its scores, and no maximum yet.
-        slot = tiles_done % STAGES
+        slot, phase = slot_and_phase(tiles_done, STAGES)
         q_parts = _parts_of(q_smem, q_slot * CONSUMERS + CONSUMER, PARTS)
-        mbarrier.wait(k_full.index(slot), (tiles_done // STAGES) & 1)
+        mbarrier.wait(k_full.index(slot), phase)
         if not OPTIONS.in_order:
             _scheduler_barrier_wait(CONSUMER)
         s = _issue_scores(q_parts, k_smem, slot, FIRST_KEYS, FIRST, OPTIONS)
@@ -730,9 +729,9 @@ def _consumer(
         tiles_done += n_key_tiles
 
         shift, row_sum = state
-        slot = (tiles_done - 1) % STAGES
+        slot, phase = slot_and_phase(tiles_done - 1, STAGES)
         if not OPTIONS.in_order:
-            mbarrier.wait(v_full.index(slot), ((tiles_done - 1) // STAGES) & 1)
+            mbarrier.wait(v_full.index(slot), phase)
             acc = issue_columns(p, v_smem.index(slot), acc)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
         rows = _overflowed_rows(first_shift, row_sum, OPTIONS)

@@ -55,6 +55,7 @@ from flashattn_triton.hopper.support import (
     named_barrier_arrive,
     named_barrier_arrive_at,
     named_barrier_sync,
+    slot_and_phase,
     to_operand,
     wait_for_prerequisites,
 )
@@ -118,13 +119,13 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
     for step in range(steps):
         # dV of the tile whose P is in registers, and P of the next one. In the last step, that is
         # of a tile that nobody uses.
-        slot = step % STAGES
-        next_slot = (step + 1) % STAGES
+        slot, phase = slot_and_phase(step, STAGES)
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         next_diagonal = diagonal + ((step + 1) % per_head) * TILE
         named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-        mbarrier.wait(do_full.index(slot), (step // STAGES) & 1)
+        mbarrier.wait(do_full.index(slot), phase)
         dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
-        mbarrier.wait(q_full.index(next_slot), ((step + 1) // STAGES) & 1)
+        mbarrier.wait(q_full.index(next_slot), next_phase)
         s = _start_scores(buffers, next_slot, HAS_SOFTCAP, SCORES)
         dv = warpgroup_mma_wait(PRODUCTS, deps=(dv,))
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
@@ -167,9 +168,8 @@ def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.c
     operand = to_operand(p * dp, DTYPE, OPERAND)
     for step in range(steps):
         # dK of the tile whose dS is in registers, and dS of the next one, if there is one.
-        slot = step % STAGES
-        next_slot = (step + 1) % STAGES
-        next_phase = ((step + 1) // STAGES) & 1
+        slot, _phase = slot_and_phase(step, STAGES)
+        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         dk = warpgroup_mma(operand, q_smem.index(slot), dk, is_async=True)
         mbarrier.wait(q_full.index(next_slot), next_phase)

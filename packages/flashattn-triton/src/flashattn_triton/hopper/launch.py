@@ -69,14 +69,16 @@ def hopper_launch(
     numbers: Mapping[str, Number],
     constants: Mapping[str, Any],
     *,
+    few_registers: bool = False,
     early: bool = False,
 ) -> Launch:
     """The launch of one of this tier's kernels, which have 4 warps besides what they start.
 
-    Callers make the device current, always the same. ``early``: the kernel begins when the one
-    before allows it, and waits for it itself.
+    Callers make the device current, always the same. ``few_registers``: as
+    :func:`~flashattn_triton.triton_versions.hopper_options` says. ``early``: the kernel begins when
+    the one before allows it, and waits for it itself.
     """
-    options = triton_versions.hopper_options()
+    options = triton_versions.hopper_options(few_registers)
     if early:
         options["launch_pdl"] = True
     return Launch(

@@ -48,6 +48,15 @@ def new_barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def slot_and_phase(n, SLOTS: gl.constexpr):
+    """Of one slot or two, that of tile n, and the phase of its barrier; n is at least -1.
+
+    Without divisions, which take instructions and registers.
+    """
+    return n & (SLOTS - 1), (n >> (SLOTS - 1)) & 1
+
+
+@gluon.jit
 def _in_order(PTX: gl.constexpr, x):
     """PTX for its effect alone, over which no access to memory moves. ``x`` is its ``$1``.
 

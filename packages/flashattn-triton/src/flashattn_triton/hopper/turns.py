@@ -39,7 +39,6 @@ from flashattn_triton.hopper.support import (
     named_barrier_sync,
     signal_successors,
     wait_for_predecessors,
-    wait_until_reached,
 )
 
 # Hardware barriers, one for each consumer, at which it waits for its turn.
@@ -133,13 +132,6 @@ def end_of_ring(index, program, KEYS: gl.constexpr):
     place = walked[0] // STRIDE
     last_place = min(tiles[2], gl.cdiv(own[2], KEYS) - own[0] // KEYS + place) - 1
     return index + last_place - place + 1
-
-
-@gluon.jit
-def wait_for_ring(counter, n_taken, end):
-    """Until all tiles of keys before ``end`` have been taken, if fewer were a step ago."""
-    if n_taken < end:
-        wait_until_reached(counter, end)
 
 
 @gluon.jit
