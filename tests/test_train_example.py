@@ -223,6 +223,7 @@ def test_a_folder_into_which_another_run_writes_is_refused(
     folder = tmp_path / "run"
     (first,) = examples.start(arguments(data=text, checkpoint_dir=folder, steps=100_000))
     wait_for_checkpoint(folder)
+    os.kill(first, signal.SIGSTOP)  # it keeps the folder, and leaves the processor to the second
     command = arguments(data=text, checkpoint_dir=folder, steps=2)
     with start([str(SCRIPT), *command]) as second:
         output, errors = second.communicate(timeout=100)
@@ -271,20 +272,21 @@ def test_sequences_over_ranks_are_learned_as_on_one(
     """A mesh of two by two ranks, in shards, continues a run of two ranks to the same weights."""
     folders = [tmp_path / name for name in ("two", "four")]
     common: dict[str, object] = {"data": text, "keep": 9, "recompute": "block-keep-attention"}
+    common |= {"steps": 10, "validate_every": 10}
     whole = examples.run(arguments(**common, checkpoint_dir=folders[0], wrapper="stage-3"), 2)
     assert whole[0] == 0, whole[2]
     folders[1].mkdir()
-    shutil.copy(folders[0] / "step-000000020.pt", folders[1])
+    shutil.copy(folders[0] / "step-000000005.pt", folders[1])
     options = {"wrapper": "stage-3", "context_parallel": 2}
     spread = examples.run(arguments(**common, **options, checkpoint_dir=folders[1]), 4)
     assert spread[0] == 0, spread[2]
-    assert "continuing from step 20" in spread[1]
+    assert "continuing from step 5" in spread[1]
     found = [
-        re.findall(r"step 40: validation loss ([\d.]+)", output) for _, output, _ in (whole, spread)
+        re.findall(r"step 10: validation loss ([\d.]+)", output) for _, output, _ in (whole, spread)
     ]
     assert float(found[0][0]) == pytest.approx(float(found[1][0]), abs=2e-3)
     one, two = (load_checkpoint(list_checkpoints(folder)[-1]) for folder in folders)
-    assert one.step == two.step == 40
+    assert one.step == two.step == 10
     for name, value in one.model.items():
         np.testing.assert_allclose(value, two.model[name], rtol=0, atol=1e-3, err_msg=name)
 
@@ -405,57 +407,58 @@ def test_a_logger_with_the_methods_of_weights_and_biases(examples: Examples, tex
     assert_refused(refused, "but platform:node returned a str")
 
 
-def test_metrics_are_written_and_continued(examples: Examples, text: Path, tmp_path: Path) -> None:
-    """Two ranks, recomputing blocks: one line per report; a continued run drops newer lines."""
-    folder, path = tmp_path / "run", tmp_path / "logs" / "metrics.jsonl"
-    common = {"data": text, "checkpoint_dir": folder, "metrics": path, "recompute": "block"}
-    code, output, errors = examples.run(arguments(**common, keep=9, peak_tflops=0.001), 2)
-    assert code == 0, errors
+@pytest.fixture(scope="module")
+def continued(examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Two ranks that write metrics and curves while they recompute blocks; then, without the newest
+    checkpoints and with half a line at the end of the metrics, the same command once more."""
+    folder = tmp_path_factory.mktemp("continued")
+    text = folder / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 60)
+    run, metrics, board = folder / "run", folder / "logs" / "metrics.jsonl", folder / "board"
+    options: dict[str, object] = {"data": text, "checkpoint_dir": run, "metrics": metrics}
+    options |= {"tensorboard": board, "recompute": "block", "steps": 20, "validate_every": 10}
+    found = SimpleNamespace(outputs=[], metrics=[], boards=[])
+    for further in ({"keep": 9, "peak_tflops": 0.001}, {}):
+        code, output, errors = examples.run(arguments(**options, **further), 2)
+        assert code == 0, errors
+        found.outputs.append(output)
+        found.metrics.append([json.loads(line) for line in metrics.read_text().splitlines()])
+        found.boards.append(shutil.copytree(board, folder / f"board-{len(found.boards)}"))
+        if further:
+            for name in ("step-000000015.pt", "step-000000020.pt"):
+                (run / name).unlink()
+            metrics.write_text(metrics.read_text() + '{"step": 21, "lo')
+    return found
+
+
+def test_metrics_are_written_and_continued(continued: SimpleNamespace) -> None:
+    """One line per report; a continued run drops newer lines."""
     line = r"^predicted cost: recomputation adds \d+% to the operations of a step$"
-    assert re.search(line, output, re.M)
-    whole = [json.loads(line) for line in path.read_text().splitlines()]
+    assert re.search(line, continued.outputs[0], re.M)
+    whole, again = continued.metrics
     reports = [record for record in whole if "loss" in record]
-    assert [record["step"] for record in reports] == [1, *range(5, 41, 5)]
-    assert [record["step"] for record in whole if "validation_loss" in record] == [20, 40]
+    assert [record["step"] for record in reports] == [1, *range(5, 21, 5)]
+    assert [record["step"] for record in whole if "validation_loss" in record] == [10, 20]
     for record in reports:
         # The vocabulary is 256 and d_model 32: at least their product's operations a token.
         assert record["tflops_per_rank"] * 2e12 > record["tokens_per_second"] * 6 * 256 * 32
         assert record["mfu"] == pytest.approx(record["tflops_per_rank"] / 0.001)
         assert record["gradient_norm"] > 0
-    for name in ("step-000000030.pt", "step-000000035.pt", "step-000000040.pt"):
-        (folder / name).unlink()
-    path.write_text(path.read_text() + '{"step": 41, "lo')
-    code, output, errors = examples.run(arguments(**common), 2)
-    assert code == 0, errors
-    assert "continuing from step 25" in output
-    again = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "continuing from step 10" in continued.outputs[1]
     assert [record["step"] for record in again] == [record["step"] for record in whole]
     for record, first in zip(again, whole, strict=True):
         assert record.get("loss") == first.get("loss")
         assert record.get("validation_loss") == first.get("validation_loss")
 
 
-def test_tensorboard_reads_back_what_was_written(
-    examples: Examples, text: Path, tmp_path: Path
-) -> None:
+def test_tensorboard_reads_back_what_was_written(continued: SimpleNamespace) -> None:
     """The curves are those of the JSON lines; a continued run hides points after its start."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder, board, path = tmp_path / "run", tmp_path / "board", tmp_path / "metrics.jsonl"
-    command = arguments(data=text, checkpoint_dir=folder, tensorboard=board, metrics=path, keep=9)
-    code, _, errors = examples.run(command, 2)
-    assert code == 0, errors
-    for name in ("step-000000030.pt", "step-000000035.pt", "step-000000040.pt"):
-        (folder / name).unlink()
-    assert len(list(board.iterdir())) == 1  # rank 0 alone writes
-    for begun in (0, 25):
-        if begun:
-            code, output, errors = examples.run(command, 2)
-            assert code == 0, errors
-            assert f"continuing from step {begun}" in output
+    assert len(list(continued.boards[0].iterdir())) == 1  # rank 0 alone writes
+    for board, records in zip(continued.boards, continued.metrics, strict=True):
         events = EventAccumulator(str(board))
         events.Reload()
-        records = [json.loads(line) for line in path.read_text().splitlines()]
         names = {"loss", "validation_loss", "learning_rate", "gradient_norm", "tokens_per_second"}
         assert names <= set(events.Tags()["scalars"])
         for name in sorted(names):
@@ -512,6 +515,11 @@ def test_the_sample_text_is_learned_and_weights_are_exported(
     assert exported.config.context_length == 32
     assert exported.state_dict().keys() == weights.keys()
     assert all(weights[name].equal(value) for name, value in exported.state_dict().items())
+
+
+def test_a_file_of_weights_that_cannot_be_written_is_refused(
+    examples: Examples, tmp_path: Path
+) -> None:
     missing = tmp_path / "nowhere" / "model.safetensors"
     refused = examples.run(arguments(steps=2, export=missing))
     assert_refused(refused, "No such file or directory", "nowhere")

@@ -141,13 +141,19 @@ def poison(model: FullyShardedDataParallel) -> None:
 
 def average_gradients(model: nn.Module) -> None:
     """What a data-parallel wrapper does; a parameter without gradients on all ranks has none."""
-    for param in model.parameters():
-        if param.requires_grad:
-            present = torch.tensor([float(param.grad is not None)])
-            dist.all_reduce(present)
-            if present.item() > 0:
-                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-                dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+    params = [param for param in model.parameters() if param.requires_grad]
+    present = torch.tensor([float(param.grad is not None) for param in params])
+    dist.all_reduce(present)
+    params = [param for param, ranks in zip(params, present.tolist(), strict=True) if ranks]
+    for dtype in dict.fromkeys(param.dtype for param in params):
+        own = [param for param in params if param.dtype == dtype]
+        for param in own:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+        grads = [cast(Tensor, param.grad) for param in own]
+        flat = torch.cat([grad.reshape(-1) for grad in grads])  # one collective, for speed
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+        for grad, average in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(average.view_as(grad))
 
 
 def replicas(steps: int, rank: int, optimizer: str = "adamw", **settings: Any) -> Net:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,14 +31,23 @@ def starts_processes(item: pytest.Function) -> bool:
     seen: set[Callable[..., Any]] = set()
     while left:
         function = left.pop()
-        if not inspect.isfunction(function) or function in seen or not _is_of_tests(function):
+        if not inspect.isfunction(function) or function in seen:
             continue
         seen.add(function)
-        names = set(_names(function.__code__))
-        if names & STARTERS:
+        starts, used = _look(function)
+        if starts:
             return True
-        left += [function.__globals__[name] for name in names & function.__globals__.keys()]
+        left += used
     return False
+
+
+@functools.cache  # most items share their fixtures, and often their test
+def _look(function: Callable[..., Any]) -> tuple[bool, list[Any]]:
+    """Whether a function of the tests names a starter, and what it names of its module."""
+    if not _is_of_tests(function):
+        return False, []
+    names, module = set(_names(function.__code__)), function.__globals__
+    return bool(names & STARTERS), [module[name] for name in names & module.keys()]
 
 
 def _is_of_tests(function: Callable[..., Any]) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bench_harness import cli
 from bench_harness.store import problem
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
@@ -17,11 +19,20 @@ Bench = Callable[..., subprocess.CompletedProcess[str]]
 PRECIOUS = "precious"
 
 
-@pytest.fixture
-def run(bench: Bench, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with a report."""
-    assert bench("accounting", "--sizes", "small", "--output", "run").returncode == 0
-    return tmp_path / "run"
+    folder = tmp_path_factory.mktemp("measured")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert cli.main(["accounting", "--sizes", "small", "--output", "run"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(measured: Path, tmp_path: Path) -> Path:
+    """A copy that a test may spoil, in the folder from which it starts commands."""
+    return shutil.copytree(measured, tmp_path / "run")
 
 
 @pytest.fixture

@@ -83,7 +83,9 @@ def test_xl_has_435_parameters() -> None:
     assert sum(torch.Size(s).numel() for s in shapes(1)) == XL_NUMEL
 
 
-@pytest.mark.parametrize("policy", ["skip-if-all", "zeros"])
+@pytest.mark.parametrize(
+    ("fake_world", "policy"), [(2, "skip-if-all"), (1024, "zeros")], indirect=["fake_world"]
+)
 @pytest.mark.parametrize(
     ("wrapper", "kwargs", "expected"),
     [

@@ -49,6 +49,10 @@ def causal_model(kind, implementation, **keywords):
     return model.to(DEVICE)
 
 
+#: For models that a compiler traces, which takes it a second for each layer.
+ONE_LAYER = {"num_hidden_layers": 1}
+
+
 def pair(kind, oracle="sdpa", **keywords):
     """The same random model with our attention and with the library's."""
     ours = causal_model(kind, integration.NAME, **keywords)
@@ -211,7 +215,7 @@ def test_a_bidirectional_encoder():
 
 
 def test_a_compiled_model_without_graph_breaks():
-    model, _ = pair("Llama")
+    model, _ = pair("Llama", **ONE_LAYER)
     ids = tokens()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(ids, use_cache=False), model(ids, use_cache=False))
@@ -219,7 +223,7 @@ def test_a_compiled_model_without_graph_breaks():
 
 @pytest.mark.parametrize(("kind", "keywords"), [("Llama", {}), ("Mistral", {"sliding_window": 6})])
 def test_compiled_models_take_padding_without_graph_breaks(kind, keywords):
-    ours, theirs = pair(kind, **keywords)
+    ours, theirs = pair(kind, **ONE_LAYER, **keywords)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for side in ("left", "right", "hole"):
         ids = tokens()
@@ -250,7 +254,7 @@ on_the_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="asserts on the device"
     ],
 )
 def test_compiled_models_refuse_rows_packed_by_positions(kind, backend, rows):
-    model, _ = pair(kind, **({"sliding_window": 6} if kind == "Mistral" else {}))
+    model, _ = pair(kind, **ONE_LAYER, **({"sliding_window": 6} if kind == "Mistral" else {}))
     ids, _, positions = packed_rows()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     ids, positions = ids[-rows:], positions[-rows:]
@@ -281,7 +285,7 @@ def packed_models(request):
     indirect=["packed_models"],
 )
 def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keywords):
-    model, theirs = pair(kind, **keywords)
+    model, theirs = pair(kind, **ONE_LAYER, **keywords)
     ids, other, positions = packed_rows()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for rows in (positions, positions.flip(0), torch.arange(19, device=DEVICE).expand_as(ids) + 2):
@@ -304,7 +308,7 @@ def test_compiled_models_take_rows_packed_by_positions_if_asked_to(kind, keyword
 @pytest.mark.usefixtures("packed_models")
 @pytest.mark.parametrize("packed_models", [None, 8], indirect=True)
 def test_exported_models_take_rows_packed_by_positions_if_asked_to():
-    model, theirs = pair("Llama")
+    model, theirs = pair("Llama", **ONE_LAYER)
     ids, _, positions = packed_rows()
     given = {"position_ids": torch.arange(19, device=DEVICE).expand_as(ids), "use_cache": False}
     program = torch.export.export(model, (ids,), given).module()
@@ -316,7 +320,7 @@ def test_exported_models_take_rows_packed_by_positions_if_asked_to():
 
 @pytest.mark.parametrize(("kind", "keywords"), [("Mistral", {"sliding_window": 6})])
 def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
-    model, theirs = pair(kind, **keywords)
+    model, theirs = pair(kind, **ONE_LAYER, **keywords)
     ids, other, positions = (x[:1] for x in packed_rows())
     starts = torch.tensor([0, 8, 19], dtype=torch.int32, device=DEVICE)
     given = {"position_ids": positions, "use_cache": False}
@@ -335,7 +339,7 @@ def test_the_ways_out_for_rows_packed_by_positions(kind, keywords):
 
 @on_the_cpu
 def test_exported_models_refuse_rows_packed_by_positions():
-    model, _ = pair("Llama")
+    model, _ = pair("Llama", **ONE_LAYER)
     ids, _, positions = packed_rows()
     given = {"position_ids": torch.arange(19).expand_as(ids), "use_cache": False}
     program = torch.export.export(model, (ids,), given).module()

@@ -384,7 +384,7 @@ def test_the_trial_of_classes_lets_it_through(monkeypatch):
 
 def made(stage, *, early=False, seed=0, **settings):
     """A model and its optimizer at a stage; 0 is without shards."""
-    model, optimizer = net(seed), AdamW
+    model, optimizer = net(seed, depth=2), AdamW
     if stage == 3:
         model = FullyShardedDataParallel(model)
     elif stage:

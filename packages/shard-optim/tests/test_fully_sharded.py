@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from fully_sharded_models import (
     MODELS,
     OPTIMIZERS,
-    average_gradients,
     loss_of,
     net,
     poison,
@@ -57,32 +56,6 @@ def check_training(rank, world_size, name, optimizer, settings):
     assert_equal(model, expected, exact=world_size <= 2)
 
 
-# Every class of torch.optim that treats all elements alike.
-ELEMENT_WISE = [
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    *((name, {}) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD")),
-    *((name, {}) for name in ("NAdam", "RAdam", "RMSprop", "Rprop")),
-]
-
-
-def check_optimizers(rank, world_size):
-    for name, settings in ELEMENT_WISE:
-        expected, model = net(), FullyShardedDataParallel(net())
-        optimizers = [
-            getattr(torch.optim, name)(each.parameters(), **settings) for each in (expected, model)
-        ]
-        for step in range(3):
-            for each, optimizer in zip((expected, model), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss_of(each, step, rank).backward()
-                if each is expected:
-                    average_gradients(each)
-                optimizer.step()
-        assert_equal(model, expected)
-
-
 def check_mesh(rank, world_size):
     """A device mesh of one dimension."""
     expected = replicas(2, rank)
@@ -119,7 +92,6 @@ def test_a_subgroup():
 CHECKS = [
     *((name, check_training, (name, "adamw", {})) for name in MODELS),
     ("sgd", check_training, ("plain", "sgd", {})),
-    ("element-wise optimizers", check_optimizers, ()),
     ("one-dimensional mesh", check_mesh, ()),
     ("prefetch 2", check_training, ("plain", "adamw", {"prefetch": 2})),
     *(
@@ -134,11 +106,18 @@ def test_on_two_ranks(errors_on_two_ranks, name):
     assert not errors_on_two_ranks[name], errors_on_two_ranks[name]
 
 
-def check_several(rank, world_size):
-    for name in MODELS:
+def check_several(rank, world_size, names):
+    for name in names:
         check_training(rank, world_size, name, "adamw", {})
 
 
-@pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
-def test_world_sizes(world_size):
-    run_ranks(check_several, world_size)
+FEW = ("tied", "frozen", "unused")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(1, FEW), (3, FEW), pytest.param(4, tuple(MODELS), marks=pytest.mark.nightly)],
+    ids=["1", "3", "4"],
+)
+def test_world_sizes(world_size, names):
+    run_ranks(check_several, world_size, names)

@@ -64,7 +64,7 @@ def run(rank, world_size, folder, where=None, fault=None, start_again=False, ove
     if over == "copies":
         memory = ProcessMemory(Path(folder) / f"memory-{start_again}", 1024)
         communication = PeerCopies(memory)
-    model = FullyShardedDataParallel(net(seed=rank), communication=communication)
+    model = FullyShardedDataParallel(net(seed=rank, depth=3), communication=communication)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
 
     def arm_the_last():

@@ -288,26 +288,27 @@ def check_meta_on_others(rank, world_size):
     loss_of(model, 0, rank).backward()
 
 
+# Every class of torch.optim that treats all elements alike.
 ELEMENT_WISE = [
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
-    *(torch.optim.Rprop, torch.optim.ASGD),
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    *((name, {"weight_decay": 0.1}) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax")),
+    *((name, {"weight_decay": 0.1}) for name in ("ASGD", "NAdam", "RAdam")),
+    ("RMSprop", {"weight_decay": 0.1, "momentum": 0.9}),
+    ("Rprop", {}),
 ]
 
 
 def check_classes_of_torch(rank, world_size):
     """None looks beyond one element, and none makes refusing tensors of its state."""
-    for cls in ELEMENT_WISE:
+    for name, settings in ELEMENT_WISE:
+        cls = getattr(torch.optim, name)
         for foreach in (False, True):
-            expected, model = net(), FullyShardedDataParallel(net())
-            how = {"lr": 0.01, "weight_decay": 0.1, "foreach": foreach}
-            if cls in (torch.optim.SGD, torch.optim.RMSprop):
-                how["momentum"] = 0.9
-            if cls is torch.optim.Rprop:
-                del how["weight_decay"]
-            theirs = cls(expected.parameters(), **how)
-            ours = cls(model.parameters(), **how)
-            for step in range(2):
+            expected, model = net(depth=1), FullyShardedDataParallel(net(depth=1))
+            theirs = cls(expected.parameters(), foreach=foreach, **settings)
+            ours = cls(model.parameters(), foreach=foreach, **settings)
+            for step in range(3):
                 for each, optimizer in ((expected, theirs), (model, ours)):
                     optimizer.zero_grad()
                     loss_of(each, step, rank).backward()
@@ -315,7 +316,7 @@ def check_classes_of_torch(rank, world_size):
                         average_gradients(expected)
                     optimizer.step()
             for name, value in model.full_parameters().items():
-                torch.testing.assert_close(value, expected.get_parameter(name), msg=cls.__name__)
+                assert torch.equal(value, expected.get_parameter(name)), (cls, foreach, name)
             kept = (value for state in ours.state.values() for value in state.values())
             assert {type(value) for value in kept} <= {torch.Tensor, int, float}, cls
 

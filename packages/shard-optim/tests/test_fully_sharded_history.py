@@ -21,7 +21,7 @@ WAYS = {
 
 
 def train(rank, world_size, way):
-    model = FullyShardedDataParallel(net())
+    model = FullyShardedDataParallel(net(depth=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         odd = step == 2 and rank == world_size - 1

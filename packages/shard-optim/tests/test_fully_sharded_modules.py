@@ -26,7 +26,7 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def blocks(kind=Block, depth=4):
+def blocks(kind=Block, depth=3):
     return nn.Sequential(*(kind() for _ in range(depth)))
 
 

@@ -334,10 +334,10 @@ def host_time(model, x):
 @pytest.mark.parametrize("fake_group", [2], indirect=True)
 @pytest.mark.parametrize("reshard", [True, False])
 def test_host_time_against_fsdp2(fake_group, reshard):
-    """48 blocks of seven matrices: at most half of what FSDP2 adds to a step without sharding."""
+    """24 blocks of seven matrices: at most half of what FSDP2 adds to a step without sharding."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    plain, ours, theirs = (Model(48, 16, 7) for _ in range(3))
+    plain, ours, theirs = (Model(24, 16, 7) for _ in range(3))
     plain.bfloat16()
     ours = FullyShardedDataParallel(
         ours, compute_dtype=torch.bfloat16, reshard_after_forward=reshard

@@ -71,15 +71,20 @@ def check_same(rank, world_size, build, how=ADAMW, settings=None, groups=False):
     assert_equal_state(pairs[1][1], pairs[0][1])
 
 
-def check_models(rank, world_size, settings):
-    for name in MODELS:
-        check_same(rank, world_size, lambda name=name: net(**MODELS[name]), settings=settings)
+def check_models(rank, world_size, names, settings):
+    for name in names:
+        check_same(rank, world_size, lambda name=name: small(**MODELS[name]), settings=settings)
+
+
+def small(**settings):
+    """Three blocks, so that two of them are gathered into one buffer."""
+    return net(**{"depth": 3} | settings)
 
 
 def check_classes(rank, world_size):
     for how in CLASSES:
-        check_same(rank, world_size, net, how)
-    check_same(rank, world_size, net, groups=True)
+        check_same(rank, world_size, small, how)
+    check_same(rank, world_size, small, groups=True)
 
 
 def check_dtypes(rank, world_size):
@@ -447,9 +452,11 @@ def check_refused(rank, world_size):
     assert_equal(model, expected)
 
 
+KEPT = ("tied", "frozen", "unused", "re-entrant", "not re-entrant")
+
 CHECKS = [
-    ("models", check_models, ({},)),
-    ("models, kept", check_models, ({"reshard_after_forward": False},)),
+    ("models", check_models, (tuple(MODELS), {})),
+    ("models, kept", check_models, (KEPT, {"reshard_after_forward": False})),
     ("classes", check_classes, ()),
     ("dtypes", check_dtypes, ()),
     ("reads", check_reads, ()),
@@ -478,17 +485,20 @@ def test_on_two_ranks(errors_on_two_ranks, name):
     assert not errors_on_two_ranks[name], errors_on_two_ranks[name]
 
 
-def check_four_ranks(rank, world_size, folder):
-    """Two pairs of replicas; and resuming."""
+def test_resumed(tmp_path):
+    run_ranks(check_resumed, 2, str(tmp_path))
+
+
+def check_four_ranks(rank, world_size):
+    """Two pairs of replicas."""
     mesh = init_device_mesh("cpu", (2, 2))
     for name in ("tied", "unused"):
         build = lambda name=name: net(**MODELS[name])  # noqa: E731
         check_same(rank, world_size, build, settings={"process_group": mesh})
-    check_resumed(rank, world_size, folder)
 
 
-def test_on_four_ranks(tmp_path):
-    run_ranks(check_four_ranks, 4, str(tmp_path))
+def test_on_four_ranks():
+    run_ranks(check_four_ranks, 4)
 
 
 def check_one_rank_without(rank, world_size):
