@@ -258,6 +258,7 @@ class HopperBackwardCall:
             of_tiles["N_TILES"] = programs[1]
         elif not two_passes:
             counters["order_counters_ptr"] = torch.int32 if ordered else None
+        few_registers = softcap is None  # kernels with one spill more that way
         self.main = hopper_launch(
             kernel,
             min(programs[1], forward.multiprocessors(device)) if persistent else programs[1],
@@ -282,7 +283,7 @@ class HopperBackwardCall:
                 **of_sums,
             },
             {"OPTIONS": options},
-            few_registers=True,
+            few_registers=few_registers,
             early=two_passes,
         )
         if two_passes:
@@ -309,7 +310,7 @@ class HopperBackwardCall:
                     **scales,
                 },
                 {"OPTIONS": options},
-                few_registers=True,
+                few_registers=few_registers,
                 # Without keys nothing is launched that has waited for preprocess_kernel.
                 early=programs[1] > 0,
             )

@@ -100,25 +100,25 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, False): ((1024, _TWO), (math.inf, _THREE)),
     (96, True): (
         (2048, replace(_TWO, rounds=2)),
-        (math.inf, replace(_IN_ORDER, rounds=4, spills=16)),
+        (math.inf, replace(_IN_ORDER, rounds=4, spills=24)),
     ),
     (96, False): ((1024, _TWO), (math.inf, _IN_ORDER)),
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((2048, _TWO), (math.inf, replace(_TWO, over_queries=True))),
     (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=44)),),
     (192, False): ((math.inf, replace(_NARROW_VALUES, spills=16)),),
-    (256, True): ((math.inf, replace(_WIDE, rounds=4, spills=16)),),
+    (256, True): ((math.inf, replace(_WIDE, rounds=4, spills=12)),),
     (256, False): ((math.inf, replace(_WIDE, spills=12)),),
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
     (64, True): BackwardConfig(queries=128, spills=92),
     (64, False): BackwardConfig(queries=128, spills=36),
-    (128, True): BackwardConfig(queries=64, spills=112),
+    (128, True): BackwardConfig(queries=64, spills=100),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
-    (192, True): BackwardConfig(queries=64, spills=732),
-    (192, False): BackwardConfig(queries=64, spills=264),
+    (192, True): BackwardConfig(queries=64, spills=544),
+    (192, False): BackwardConfig(queries=64, spills=148),
     (256, True): BackwardConfig(queries=128, spills=0, keys=64),
     (256, False): BackwardConfig(queries=128, spills=0, keys=64),
 }
@@ -131,8 +131,8 @@ FORWARD_WINDOW = {
 }
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=112),
-    128: BackwardConfig(queries=64, spills=164),
-    192: BackwardConfig(queries=64, spills=1432),
+    128: BackwardConfig(queries=64, spills=172),
+    192: BackwardConfig(queries=64, spills=872),
     256: BackwardConfig(queries=128, spills=0, keys=64),
 }
 
