@@ -106,7 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
 }
 

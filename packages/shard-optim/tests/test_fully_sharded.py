@@ -107,8 +107,9 @@ def test_on_two_ranks(errors_on_two_ranks, name):
 
 
 def check_several(rank, world_size, names):
+    """AdamW, which divides by gradients' sizes, makes the order of three summands visible."""
     for name in names:
-        check_training(rank, world_size, name, "adamw", {})
+        check_training(rank, world_size, name, "adamw" if world_size == 1 else "sgd", {})
 
 
 FEW = ("tied", "frozen", "unused")
