@@ -303,10 +303,11 @@ def hopper_options(few_registers: bool = False) -> dict[str, Any]:
     it does not name; at the level that ptxas takes by itself the forward kernels spill nothing in
     their loops and much less around them, and the tests on a GPU pass.
 
-    ``few_registers``: for kernels whose products have more operands than uniform registers can
-    hold. Triton 3.9 computes where all operands of several products are before it begins the
-    first; ptxas then computes that for each thread, in a quarter more instructions a step. Told to
-    use few registers (``sched4reg``), Triton computes each address where it is needed.
+    ``few_registers``: for the backward kernels. Triton 3.9 computes the addresses of all operands
+    of several products before the first product. That is more than a warp's uniform registers
+    hold, so ptxas keeps addresses in registers of each thread, and spills others. With Triton's
+    option ``sched4reg`` an address is computed where it is needed. Forward kernels have fewer
+    operands, and get longer with that option.
     """
     if installed() != (3, 9):
         return {}

@@ -258,7 +258,7 @@ class HopperBackwardCall:
             of_tiles["N_TILES"] = programs[1]
         elif not two_passes:
             counters["order_counters_ptr"] = torch.int32 if ordered else None
-        few_registers = softcap is None  # kernels with one spill more that way
+        few_registers = softcap is None  # with a soft-cap, kernels spill more that way
         self.main = hopper_launch(
             kernel,
             min(programs[1], forward.multiprocessors(device)) if persistent else programs[1],

@@ -85,8 +85,8 @@ class BackwardOptions:
     adds: dK and dV are added to fp32 sums in memory, each row of which one program changes.
     ring: the most programs of a ring, of which the GPU runs ``schedule.RINGS`` at the same time; 0
         unless ``ordered`` and without a mask.
-    at_once: as many heads come together as have so many programs; 0 for one head at a time. See
-        ``schedule``.
+    at_once: heads are taken together, as many as have at most so many tiles of keys, or one; 0 if
+        they are taken one by one. See ``schedule._tile_of_heads_together``.
     """
 
     columns: int

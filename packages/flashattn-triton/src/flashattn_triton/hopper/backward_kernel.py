@@ -562,7 +562,7 @@ def hopper_backward_kernel(
     D_DIV8,  # D / 8, likewise
     OPTIONS: gl.constexpr,  # backward_common.BackwardOptions
 ):
-    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any, or in rings all that run at once.
+    """dK and dV, and dQ / scale added to ``dq_ptr``. Grid: any; in rings, as many as run at once.
 
     ``offset``: key index minus query index of the last key that a query sees, if ``is_causal``.
     ``band``: how many keys before that one a query sees, if ``has_left``.
