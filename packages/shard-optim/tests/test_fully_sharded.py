@@ -108,7 +108,7 @@ def test_on_two_ranks(errors_on_two_ranks, name):
 
 def check_several(rank, world_size):
     for name in MODELS:
-        check_training(rank, world_size, name, "adamw", {})
+        check_training(rank, world_size, name, "adamw, large eps", {})
 
 
 @pytest.mark.parametrize("world_size", [1, 3, pytest.param(4, marks=pytest.mark.nightly)])
