@@ -321,8 +321,13 @@ def load_queries(loads, barriers, buffers, slot, at, head, tile, PACKED: gl.cons
 
 
 @gluon.jit
-def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.constexpr):
-    """Fetches K and V of a program's one tile, then each step's dO, and Q with L and delta."""
+def producer(
+    loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.constexpr, SPARE: gl.constexpr
+):
+    """Fetches K and V of a program's one tile, then each step's dO, and Q with L and delta.
+
+    SPARE: then Q once more, because the last step issues the scores of a tile that nobody uses.
+    """
     KEYS: gl.constexpr = buffers[0].shape[1]
     QUERIES: gl.constexpr = buffers[2].shape[1]
     program = work_of_program(work, KEYS, QUERIES, OPTIONS)
@@ -341,7 +346,7 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
         row = place_of_tile(head, tile, tiles) * QUERIES
         if step >= STAGES:
             named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        if step <= steps:  # the last step issues the scores of a tile that nobody uses
+        if step < steps + SPARE:
             load_output_gradient(
                 loads, barriers[1:], buffers, slot, q_at, head, tile, row, PACKED, step == steps
             )  # fmt: skip
@@ -349,7 +354,7 @@ def producer(loads, barriers, buffers, order_counters_ptr, work, OPTIONS: gl.con
             named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
         if OPTIONS.ordered:
             adding = take_turns(step, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS)
-        if step <= steps:
+        if step < steps + SPARE:
             load_queries(loads, barriers[1:], buffers, slot, q_at, head, tile, PACKED)
         if step + 1 < steps:
             tile, head = next_query_tile(tile, head, walked)

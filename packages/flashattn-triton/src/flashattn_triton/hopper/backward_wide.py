@@ -431,7 +431,7 @@ def wide_backward_kernel(
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS)),
+            (producer, (loads, barriers, buffers, order_counters_ptr, work, OPTIONS, True)),
             (_consumer, (
                 stores, barriers, buffers, ds_smem, dq_ptr, scales, work, 0, OPTIONS,
             )),

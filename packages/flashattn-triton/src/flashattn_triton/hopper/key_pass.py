@@ -40,11 +40,13 @@ from flashattn_triton.hopper.backward_common import (
     UNSPECIALIZED,
     allocate_barriers,
     allocate_buffers,
+    has_part,
     has_work,
     producer,
     soft_cap,
     start_dp,
     start_scores,
+    steps_of_head,
     work_of_program,
 )
 from flashattn_triton.hopper.products import zero_accumulator
@@ -78,13 +80,15 @@ def _start_scores(buffers, slot, HAS_SOFTCAP: gl.constexpr, SCORES: gl.constexpr
 
 
 @gluon.jit
-def _probabilities(s, statistics, diagonal, limits, scales, OPTIONS: gl.constexpr):
+def _probabilities(
+    s, statistics, diagonal, limits, scales, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+):
     """P, and P times the derivative of the soft-cap, if there is one."""
     _, scale_log2, tanh_scale = scales
     SCORES: gl.constexpr = s.type.layout
     if tanh_scale is not None:
         s, slope = soft_cap(s, tanh_scale, statistics, gl.float32, SCORES)
-    p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, True)
+    p = probabilities(s, scale_log2, diagonal, limits, OPTIONS, MASKED)
     times_slope = p
     if tanh_scale is not None:
         times_slope = p * slope
@@ -103,41 +107,55 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
     own, walked, _ = work_of_program(work, TILE, TILE, OPTIONS)
     first_key, kv_head, n_keys, offset, _, k_at = own
     first, per_head = walked[0], walked[3]
+    HEADS_PER_KV = work[0][3]
     limits = (work[2], n_keys - first_key)
     diagonal = first * TILE + offset - first_key
-    steps = per_head * work[0][3]
+    steps = per_head * HEADS_PER_KV
+    bounds = steps_of_head(diagonal, limits, walked, TILE, TILE, OPTIONS)
 
     dv = zero_accumulator(TILE, WIDTH)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     mbarrier.wait(kv_full.index(0), 0)
     mbarrier.wait(q_full.index(0), 0)
     s = warpgroup_mma_wait(0, deps=(_start_scores(buffers, 0, HAS_SOFTCAP, SCORES),))
-    p, shared = _probabilities(s, statistics_smem.index(0), diagonal, limits, scales, OPTIONS)
+    statistics = statistics_smem.index(0)
+    p, shared = _probabilities(s, statistics, diagonal, limits, scales, OPTIONS, True)
     p_smem.store(shared)
     named_barrier_arrive(P_WRITTEN, CONSUMERS)
     operand = to_operand(p, DTYPE, OPERAND)
-    for step in range(steps):
-        # dV of the tile whose P is in registers, and P of the next one. In the last step, that is
-        # of a tile that nobody uses.
-        slot, phase = slot_and_phase(step, STAGES)
-        next_slot, next_phase = slot_and_phase(step + 1, STAGES)
-        next_diagonal = diagonal + ((step + 1) % per_head) * TILE
-        named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
-        mbarrier.wait(do_full.index(slot), phase)
-        dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
-        mbarrier.wait(q_full.index(next_slot), next_phase)
-        s = _start_scores(buffers, next_slot, HAS_SOFTCAP, SCORES)
-        dv = warpgroup_mma_wait(PRODUCTS, deps=(dv,))
-        named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        p, shared = _probabilities(
-            s, statistics_smem.index(next_slot), next_diagonal, limits, scales, OPTIONS
-        )
-        named_barrier_sync(P_READ, CONSUMERS)
-        p_smem.store(shared)
-        named_barrier_arrive(P_WRITTEN, CONSUMERS)
-        operand = to_operand(p, DTYPE, OPERAND)
-    named_barrier_sync(P_READ, CONSUMERS)  # so that the other consumer does not read V any more
+    step = 0
+    for head in range(HEADS_PER_KV):
+        first_tile = gl.where(head == 0, 1, 0)  # P of the first head's first tile is there
+        for part in gl.static_range(3):
+            if has_part(part, OPTIONS):
+                for j in range(max(bounds[part], first_tile), bounds[part + 1]):
+                    # dV of the tile whose P is in registers, and P of the next one.
+                    slot, phase = slot_and_phase(step, STAGES)
+                    next_slot, next_phase = slot_and_phase(step + 1, STAGES)
+                    named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+                    mbarrier.wait(do_full.index(slot), phase)
+                    dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
+                    mbarrier.wait(q_full.index(next_slot), next_phase)
+                    s = _start_scores(buffers, next_slot, HAS_SOFTCAP, SCORES)
+                    dv = warpgroup_mma_wait(PRODUCTS, deps=(dv,))
+                    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+                    s = warpgroup_mma_wait(0, deps=(s,))
+                    statistics = statistics_smem.index(next_slot)
+                    p, shared = _probabilities(
+                        s, statistics, diagonal + j * TILE, limits, scales, OPTIONS, part != 1
+                    )
+                    named_barrier_sync(P_READ, CONSUMERS)
+                    p_smem.store(shared)
+                    named_barrier_arrive(P_WRITTEN, CONSUMERS)
+                    operand = to_operand(p, DTYPE, OPERAND)
+                    step += 1
+    slot, phase = slot_and_phase(steps - 1, STAGES)
+    named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+    mbarrier.wait(do_full.index(slot), phase)
+    dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
+    dv = warpgroup_mma_wait(0, deps=(dv,))
+    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    named_barrier_sync(P_READ, CONSUMERS)  # then the other consumer has also read V
     v_smem.index(0).store(dv.to(DTYPE))
     fence_async_shared()
     store_tile(dv_out, k_at, kv_head, first_key, v_smem.index(0), OPTIONS.packed)
@@ -166,14 +184,14 @@ def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.c
     p = p_smem.load(SCORES)
     named_barrier_arrive(P_READ, CONSUMERS)
     operand = to_operand(p * dp, DTYPE, OPERAND)
-    for step in range(steps):
-        # dK of the tile whose dS is in registers, and dS of the next one, if there is one.
+    for step in range(steps - 1):
+        # dK of the tile whose dS is in registers, and dS of the next one.
         slot, _phase = slot_and_phase(step, STAGES)
         next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
         dk = warpgroup_mma(operand, q_smem.index(slot), dk, is_async=True)
         mbarrier.wait(q_full.index(next_slot), next_phase)
-        mbarrier.wait(do_full.index(next_slot), next_phase, pred=step + 1 < steps)
+        mbarrier.wait(do_full.index(next_slot), next_phase)
         statistics = statistics_smem.index(next_slot)
         dp = start_dp(v_smem.index(0), do_smem.index(next_slot), statistics, WIDTH, SCORES)
         dk = warpgroup_mma_wait(2, deps=(dk,))
@@ -183,6 +201,11 @@ def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.c
         p = p_smem.load(SCORES)
         named_barrier_arrive(P_READ, CONSUMERS)
         operand = to_operand(p * dp, DTYPE, OPERAND)
+    slot, _phase = slot_and_phase(steps - 1, STAGES)
+    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    dk = warpgroup_mma(operand, q_smem.index(slot), dk, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
     k_smem.index(0).store((dk * scales[0]).to(DTYPE))
     fence_async_shared()
     store_tile(dk_out, k_at, kv_head, first_key, k_smem.index(0), OPTIONS.packed)
@@ -229,7 +252,7 @@ def key_pass_kernel(
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     if has_work(work, OPTIONS):
         gl.warp_specialize([
-            (producer, (loads, barriers, buffers, key_tiles_ptr, work, OPTIONS)),
+            (producer, (loads, barriers, buffers, key_tiles_ptr, work, OPTIONS, False)),
             (_value_consumer, (dv_out, barriers, buffers, p_smem, scales, work, OPTIONS)),
             (_key_consumer, (dk_out, barriers, buffers, p_smem, scales, work, OPTIONS)),
         ], [4, 4], [240, 240])  # fmt: skip
