@@ -13,7 +13,8 @@ A program owns 64 keys. Of each tile of 64 queries, in the letters of ``backward
     the other one              dPᵀ, dSᵀ = Pᵀ (dPᵀ - delta) and dK += dSᵀ Q
 
 Only P goes from one to the other, in shared memory. While one computes exponentials, the tensor
-cores have the products of the other.
+cores have the products of the other. Each converts what it multiplies next to a half type in the
+next step, after it has told the other that P is written, or read: the other waits for that.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
@@ -122,7 +123,6 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
     p, shared = _probabilities(s, statistics, diagonal, limits, scales, OPTIONS, True)
     p_smem.store(shared)
     named_barrier_arrive(P_WRITTEN, CONSUMERS)
-    operand = to_operand(p, DTYPE, OPERAND)
     step = 0
     for head in range(HEADS_PER_KV):
         first_tile = gl.where(head == 0, 1, 0)  # P of the first head's first tile is there
@@ -133,6 +133,7 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
                     slot, phase = slot_and_phase(step, STAGES)
                     next_slot, next_phase = slot_and_phase(step + 1, STAGES)
                     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+                    operand = to_operand(p, DTYPE, OPERAND)
                     mbarrier.wait(do_full.index(slot), phase)
                     dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
                     mbarrier.wait(q_full.index(next_slot), next_phase)
@@ -147,10 +148,10 @@ def _value_consumer(dv_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl
                     named_barrier_sync(P_READ, CONSUMERS)
                     p_smem.store(shared)
                     named_barrier_arrive(P_WRITTEN, CONSUMERS)
-                    operand = to_operand(p, DTYPE, OPERAND)
                     step += 1
     slot, phase = slot_and_phase(steps - 1, STAGES)
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
+    operand = to_operand(p, DTYPE, OPERAND)
     mbarrier.wait(do_full.index(slot), phase)
     dv = warpgroup_mma(operand, do_smem.index(slot), dv, is_async=True)
     dv = warpgroup_mma_wait(0, deps=(dv,))
@@ -183,12 +184,12 @@ def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.c
     named_barrier_sync(P_WRITTEN, CONSUMERS)
     p = p_smem.load(SCORES)
     named_barrier_arrive(P_READ, CONSUMERS)
-    operand = to_operand(p * dp, DTYPE, OPERAND)
     for step in range(steps - 1):
         # dK of the tile whose dS is in registers, and dS of the next one.
         slot, _phase = slot_and_phase(step, STAGES)
         next_slot, next_phase = slot_and_phase(step + 1, STAGES)
         named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+        operand = to_operand(p * dp, DTYPE, OPERAND)
         dk = warpgroup_mma(operand, q_smem.index(slot), dk, is_async=True)
         mbarrier.wait(q_full.index(next_slot), next_phase)
         mbarrier.wait(do_full.index(next_slot), next_phase)
@@ -200,9 +201,9 @@ def _key_consumer(dk_out, barriers, buffers, p_smem, scales, work, OPTIONS: gl.c
         named_barrier_sync(P_WRITTEN, CONSUMERS)  # the last time, the other has also read K
         p = p_smem.load(SCORES)
         named_barrier_arrive(P_READ, CONSUMERS)
-        operand = to_operand(p * dp, DTYPE, OPERAND)
     slot, _phase = slot_and_phase(steps - 1, STAGES)
     named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    operand = to_operand(p * dp, DTYPE, OPERAND)
     dk = warpgroup_mma(operand, q_smem.index(slot), dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     named_barrier_arrive_at(Q_EMPTY + slot, EVERYBODY)
