@@ -213,17 +213,18 @@ def unmasked_loops(row: dict[str, Any]) -> list[int]:
     """Accesses to spilled registers in each consumer's loop over whole tiles.
 
     Forward, a window's left edge has a loop after it. Backward, the loop without a mask is the
-    last, unless a window's left edge follows; of the widest heads dK and dV have one loop, and dQ
-    has a left edge before the others.
+    last, unless a window's left edge follows; of the widest heads dQ has a left edge before the
+    others, and of dK and dV all loops count, of which one consumer has more.
     """
+    if row["kernel"] == "key_pass_kernel":
+        return list(row["loops"])
     after = int("window" in row["options"])
     consumers = config_of(row).consumers if row["direction"] == "forward" else 2
     loops_of_one, rest = divmod(len(row["loops"]), consumers)
     assert not rest, row
     if row["direction"] == "forward":
         assert loops_of_one == 1 + after, row
-    of_passes = {"key_pass_kernel": 0, "query_pass_kernel": after}
-    which = of_passes.get(row["kernel"], loops_of_one - 1 - after)
+    which = after if row["kernel"] == "query_pass_kernel" else loops_of_one - 1 - after
     return list(row["loops"][which::loops_of_one])
 
 
