@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -258,3 +259,37 @@ def test_without_triton_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     triton_versions.refusal.cache_clear()
     assert triton_versions.refusal() == "Triton is not installed"
     triton_versions.refusal.cache_clear()
+
+
+def _literals_that_stay(source: str) -> list[str]:
+    """Names that have a value before a loop, to which the loop assigns a literal."""
+    found = []
+    for function in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)):
+        assigned = [
+            (target.id, node.lineno, isinstance(node.value, ast.Constant))
+            for node in ast.walk(function)
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        ]
+        for loop in (n for n in ast.walk(function) if isinstance(n, ast.For | ast.While)):
+            before = {name for name, line, _ in assigned if line < loop.lineno}
+            found += [
+                f"{function.name}: {name}, line {line}"
+                for name, line, literal in assigned
+                if literal and name in before and loop.lineno < line <= (loop.end_lineno or 0)
+            ]
+    return found
+
+
+def test_loops_of_gluon_kernels_assign_no_literal_to_what_was_there_before() -> None:
+    """Gluon of Triton 3.6 and 3.7 would go on with the value from before the loop.
+
+    The simulator, which runs kernels as Python, cannot see that.
+    """
+    trap = "def kernel(n):\n    x = 1\n    for _ in range(n):\n        use(x)\n        x = 0"
+    assert _literals_that_stay(trap) == ["kernel: x, line 5"]
+    kernels = Path(triton_versions.__file__).parent.joinpath("hopper").glob("*.py")
+    found = {path.name: _literals_that_stay(path.read_text()) for path in kernels}
+    assert len(found) > 10
+    assert not any(found.values()), found
