@@ -32,12 +32,13 @@ CHECKS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Query and key lengths around tile sizes, and below them.
 LENGTHS = ((1, 1), (64, 64), (65, 129), (130, 100))
 # head_dim of query and key, of value, and the type. Another tier takes the first HOPPER of them.
-HOPPER = 4
+HOPPER = 5
 KINDS = (
     (64, 64, "bfloat16"),
     (128, 128, "float16"),
     (192, 128, "bfloat16"),
     (256, 256, "bfloat16"),
+    (96, 96, "bfloat16"),
     (40, 24, "bfloat16"),
     (64, 64, "float32"),
     (128, 128, "float32"),
@@ -48,7 +49,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"causal": "bottom-right", "window": (20, None)},
     {"causal": True, "softcap": 5.0, "deterministic": True},
+    {"deterministic": True},
 )
+# Batch elements that make more tiles than a GPU runs at a time, so that programs take several.
+MANY = 70
 
 
 KERNELS = Path(__file__).parents[1] / "src/flashattn_triton"
@@ -79,8 +83,11 @@ def run_problems(implementation: str, kinds: list[int], options: list[int], quic
         tier = choose(q, k, v, new_problem(head_dim=dim, **given)).tier
         if implementation == "auto" and tier == "triton":
             continue
-        for n, m in LENGTHS[2:] if quick else LENGTHS:
-            q, k, v = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), dtype=dtype)
+        problems = [(1, *lengths) for lengths in (LENGTHS[2:] if quick else LENGTHS)]
+        if implementation == "auto":
+            problems.append((MANY, *LENGTHS[2]))
+        for b, n, m in problems:
+            q, k, v = leaves((b, 4, n, dim), (b, 2, m, dim), (b, 2, m, value_dim), dtype=dtype)
             out, lse = flash_attention(q, k, v, return_lse=True, **keywords)
             visible = torch.where(lse.isinf(), 0.0, lse)
             (out.float().sum() + visible.sum()).backward()
