@@ -32,6 +32,7 @@ class LostPeerError(PeerFailureError):
 
 def fails(rank: int, world_size: int) -> str:
     ranks = Ranks(dist.group.WORLD, CPU, "Test", error=LostPeerError)
+    ranks.gather({})  # before it, the other rank may still be connecting
     ranks.step = 7
     if rank == 1:
         os._exit(1)

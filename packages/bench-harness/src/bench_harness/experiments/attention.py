@@ -198,7 +198,7 @@ class Attention(Experiment):
             if "naive" in names and config["heads"] * max(scores, default=0) > 2**31:
                 return 6.0  # it runs out of memory at once
             timed += len(names) * config["heads"] * sum(scores) / 2**31
-        of_cute = (6 if list(config["passes"]) == ["forward"] else 18) * ("flash-attn-4" in names)
+        of_cute = (6 if list(config["passes"]) == ["forward"] else 11) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
         of_windows = 5 if config["window"] else 0  # their kernels take longest to compile
         beside = 7 + len(names) + compiled + of_cute + of_windows
