@@ -13,8 +13,8 @@ A program owns 64 keys. Of each tile of 64 queries, in the letters of ``backward
     the other one              dPᵀ, dSᵀ = Pᵀ (dPᵀ - delta) and dK += dSᵀ Q
 
 Only P goes from one to the other, in shared memory. While one computes exponentials, the tensor
-cores have the products of the other. Each converts what it multiplies next to a half type in the
-next step, after it has told the other that P is written, or read: the other waits for that.
+cores have the products of the other. Each rounds its next operand to a half type only when it has
+told the other that P is written, or that it has been read, because the other waits for that.
 
 Legend: B batch, H query heads, G key/value heads, N_q queries, N_k keys, D head_dim of query and
 key, E of value.
