@@ -803,6 +803,12 @@ def test_packed_backward_on_random_schedules(
 NOTHING: Any = lambda *arguments: None  # noqa: E731
 
 
+def _has_tile_already(q_full: Any, records: Any, round_index: int, options: Any) -> bool:
+    """What the producer wrote so far, in place of what it has written when it says so."""
+    first_row: Any = records.index(round_index % options.q_slots).load(None).value[0]
+    return first_row != forward_kernel.NO_TILE.value
+
+
 @pytest.mark.parametrize(
     ("check", "changes"),
     [
@@ -814,6 +820,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         (check_forward, {"fence_async_shared": NOTHING}),
         (check_forward, {"_scheduler_barrier_wait": NOTHING}),
         (check_forward, {"_wait_for_release": NOTHING}),
+        (check_forward, {"_has_tile": _has_tile_already}),
     ],
     ids=[
         "two tiles of dS",
@@ -824,6 +831,7 @@ NOTHING: Any = lambda *arguments: None  # noqa: E731
         "forward",
         "no scheduler barrier",
         "no wait for releases",
+        "no wait for the next tile",
     ],
 )
 def test_the_simulation_finds_what_is_wrong(

@@ -8,10 +8,18 @@ kind of problem is a program of its own under each check, as many at a time as t
 The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside the toolkit's
 compiler.
 
-Where a kernel gives warps different work, Triton 3.6 writes into shared memory which work is whose,
-and racecheck takes the loop in which warps read it for a race: it does not follow the hardware
-barrier between. That loop belongs to no line of the package, so debug information puts it on the
-kernel's ``def``. Such reads are counted, and do not count as errors.
+Of racecheck's reports two kinds are counted, and are not errors:
+
+- Where a kernel gives warps different work, Triton 3.6 writes into shared memory which work is
+  whose, and racecheck takes the loop in which warps read it for a race: it does not follow the
+  hardware barrier between. That loop belongs to no line of the package, so debug information puts
+  it on the kernel's ``def``.
+- Where several threads write, meet, and one of them arrives at an mbarrier for the readers,
+  racecheck orders that thread's writes alone. Statements that write so end with the comment in
+  HANDED_OVER. racecheck_control.py, which does nothing else, runs first: if nothing is reported
+  there, it is an error here. Such handovers are also tested on random schedules, by
+  tests/test_hopper_protocol.py.
+
 Exit status 1 if a check reports an error, 2 if the sanitizer is not found.
 """
 
@@ -56,7 +64,11 @@ MANY = 70
 
 
 KERNELS = Path(__file__).parents[1] / "src/flashattn_triton"
-RACE = re.compile(r"Error: Race reported between Read access at (\w+)\+0x\w+ in (\S+):(\d+)")
+CONTROL = Path(__file__).with_name("racecheck_control.py")
+# What racecheck reports: one access, and lines with others.
+RACE = re.compile(r"^=+ Error: Race reported between (.*(?:\n=+ +and .*)*)", re.MULTILINE)
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x\w+ in (\S+):(\d+)")
+HANDED_OVER = "# read after an mbarrier"
 
 
 def run_problems(implementation: str, kinds: list[int], options: list[int], quick: bool) -> None:
@@ -154,38 +166,69 @@ def main() -> int:
         if any(pool.map(lambda part: subprocess.run(part, check=False).returncode, parts)):
             print("the problems do not run without a sanitizer either", file=sys.stderr)
             return 1
+        handovers = "racecheck" in arguments.checks and reports_control(sanitizer)
         checks = [(check, program(pair, options)) for check in arguments.checks for pair in pairs]
-        return int(any([*pool.map(lambda pair: checked(sanitizer, *pair), checks)]))
+        return int(any([*pool.map(lambda c: fails(sanitizer, c[0], c[1], handovers), checks)]))
 
 
-def checked(sanitizer: str, check: str, program: list[str]) -> bool:
-    """Whether one check of one program reports an error; prints what it says."""
+def watched(sanitizer: str, check: str, program: list[str]) -> subprocess.CompletedProcess[str]:
+    """A program under one check; exit status 99 if the check reports an error."""
     # PyTorch's pool would make one allocation of many tensors, and hide what runs past one of them.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     limits = ["--error-exitcode", "99", "--print-limit", "10000"]
     command = [sanitizer, "--tool", check, *limits, *program]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def reports_control(sanitizer: str) -> bool:
+    """Whether racecheck reports a handover that is right."""
+    result = watched(sanitizer, "racecheck", [sys.executable, str(CONTROL)])
+    found = expected_reports(result.stdout, handovers=True)
+    print(f"== racecheck, {CONTROL.name}: {found} reports", flush=True)
+    return "control ran" in result.stdout and result.returncode == 99 and found is not None
+
+
+def fails(sanitizer: str, check: str, program: list[str], handovers: bool) -> bool:
+    """Whether one check of one program reports an error; prints what it says."""
+    result = watched(sanitizer, check, program)
     output = result.stdout + result.stderr
     verdict = f"exit status {result.returncode}"
-    reports = compilers_own(output) if result.returncode == 99 else None
+    complete = result.returncode == 99 and " problems ran with " in output
+    reports = expected_reports(output, handovers) if complete else None
     if reports is not None:
-        verdict += f", {reports} reports, all of them on the compiler's reads"
+        verdict += f", {reports} reports, none of them of a race"
     lines = [line[:200] for line in output.splitlines()[-25:]]
     print(f"== {check}, {program[3:]}: {verdict}", *lines, sep="\n", flush=True)
     return result.returncode != 0 and reports is None
 
 
-def compilers_own(output: str) -> int | None:
-    """How many errors were reported, if all are races of the reads that Triton itself adds."""
-    places = RACE.findall(output)
-    complete = " problems ran with " in output
-    if not complete or not 0 < len(places) == len(re.findall("^=+ Error", output, re.MULTILINE)):
+def expected_reports(output: str, handovers: bool) -> int | None:
+    """How many errors were reported, if all are of the two kinds that are not races.
+
+    ``handovers``: whether those at mbarriers are.
+    """
+    reports = [ACCESS.findall(report) for report in RACE.findall(output)]
+    if not 0 < len(reports) == len(re.findall("^=+ Error", output, re.MULTILINE)):
         return None
-    for kernel, file, number in places:
-        (source,) = KERNELS.rglob(file)
-        if not source.read_text().splitlines()[int(number) - 1].startswith(f"def {kernel}("):
+
+    def lines(file: str, number: str) -> list[str]:
+        """The line of that number in each file of that name: both tiers have a key_pass.py."""
+        sources = [*KERNELS.rglob(file), *CONTROL.parent.glob(file)]
+        found = [source.read_text().splitlines()[int(number) - 1 :] for source in sources]
+        return [rest[0] for rest in found if rest]
+
+    for accesses in reports:
+        kind, kernel, file, number = accesses[0]
+        of_compiler = kind == "Read" and any(
+            line.startswith(f"def {kernel}(") for line in lines(file, number)
+        )
+        writes = [lines(*place) for kind, _, *place in accesses if kind == "Write"]
+        handed_over = writes and all(
+            any(line.endswith(HANDED_OVER) for line in found) for found in writes
+        )
+        if not (of_compiler or (handovers and handed_over)):
             return None
-    return len(places)
+    return len(reports)
 
 
 if __name__ == "__main__":

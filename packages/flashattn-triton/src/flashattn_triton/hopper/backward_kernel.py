@@ -134,7 +134,8 @@ COPIES = gl.constexpr(32)  # of that number, one for each lane, because shared m
 def _tell(indices, buffer, index):
     """Each thread writes all copies, so that whoever arrives at a barrier next has written them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
-    indices.index(buffer).store(gl.full([COPIES], index, gl.int32, LAYOUT))
+    copies = gl.full([COPIES], index, gl.int32, LAYOUT)
+    indices.index(buffer).store(copies)  # read after an mbarrier
 
 
 @gluon.jit

@@ -152,7 +152,7 @@ def _write_record(record, first_row, head, first_at, n_queries, band, keys_end, 
     values = gl.where(field == 4, n_keys, values)
     values = gl.where(field == 5, offset, values)
     values = gl.where(field == 6, keys_end, values)
-    record.store(gl.where(field == 7, again, values))
+    record.store(gl.where(field == 7, again, values))  # read after an mbarrier
 
 
 @gluon.jit
@@ -734,8 +734,8 @@ def _consumer(
             mbarrier.wait(v_full.index(slot), phase)
             acc = issue_columns(p, v_smem.index(slot), acc)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), SCORE_ROWS, assert_trivial=True)
-        rows = _overflowed_rows(first_shift, row_sum, OPTIONS)
-        overflowed.index(q_slot * CONSUMERS + CONSUMER).store(gl.where(again > 0, 0, rows))
+        rows = gl.where(again > 0, 0, _overflowed_rows(first_shift, row_sum, OPTIONS))
+        overflowed.index(q_slot * CONSUMERS + CONSUMER).store(rows)  # read after an mbarrier
         mbarrier.arrive(finished.index(q_slot), count=1)
         # A row that saw no key, nor a sink, has sum 0: output 0 / 1, logsumexp -inf + log2(1).
         row_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
