@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,6 +45,26 @@ def test_only_reads_of_the_compiler_and_handovers_at_mbarriers_are_no_races(scri
     assert expected("========= Invalid __global__ read of size 4 bytes\n") is None
     assert expected(read + "========= Error: no host memory\n") is None
     assert expected("") is None
+
+
+def test_the_control_must_report_more_than_the_compilers_reads(script, monkeypatch):
+    lines = ["", *script.CONTROL.read_text().splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.startswith("def control("))
+    handed_over = next(i for i, line in enumerate(lines) if line.endswith(script.HANDED_OVER))
+    names = {"kernel": "control", "file": "racecheck_control"}
+    compilers = report(("Read", first), ("Write", first), **names)
+    handover = report(("Read", 28), ("Write", handed_over), **names)
+
+    def found(output: str) -> bool:
+        result = SimpleNamespace(stdout=output)
+        monkeypatch.setattr(script, "watched", lambda *arguments: result)
+        answer: bool = script.reports_control("compute-sanitizer")
+        return answer
+
+    assert found(compilers + handover + "control ran\n")
+    assert not found(compilers + "control ran\n")
+    assert not found(compilers + handover + "control is wrong\n")
+    assert not found("control ran\n")
 
 
 def test_two_tiers_have_a_file_of_one_name(script):
