@@ -54,7 +54,7 @@ class Request:
     """One problem on one GPU.
 
     ``tiling`` as ``Tiling.pack`` writes it; ``tensors``: which of ``mask_and_bias.NAMES`` it has;
-    ``packed``: two sequences without padding instead of a batch of two.
+    ``bias``: its dtype; ``packed``: two sequences without padding instead of a batch of two.
     """
 
     architecture: int
@@ -66,14 +66,15 @@ class Request:
     forward: bool = True
     backward: bool = True
     tensors: list[str] = dataclasses.field(default_factory=list)
+    bias: str = "fp32"
     packed: bool = False
 
     def given(self, shape: tuple[int, ...]) -> Given:
-        """The tensors for queries and keys of ``shape``, with an fp32 bias for the whole batch."""
+        """The tensors for queries and keys of ``shape``, with one bias for the whole batch."""
         batch, heads, length, _ = shape
         tensors = {
             "alibi_slopes": torch.empty(batch, heads, device="meta"),
-            "bias": torch.empty(1, heads, length, length, device="meta"),
+            "bias": torch.empty(1, heads, length, length, dtype=DTYPES[self.bias], device="meta"),
             "prefix_lengths": torch.empty(batch, dtype=torch.int32, device="meta"),
             "mask": torch.empty(batch, length, dtype=torch.uint8, device="meta"),
         }

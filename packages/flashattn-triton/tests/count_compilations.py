@@ -9,7 +9,9 @@ These properties of lengths do, and only of the Hopper tier's main kernels:
   are more or fewer keys than queries, or in a packed batch because cu_seqlens are two tensors;
 - a halved diagonal tile: whether, in the forward kernel's tiles for up to 1,024 queries of
   head_dim 64, the first of two consumers sees at most half of its last tile of keys;
-- few queries: the forward kernel has other tiles for up to 1,024 queries of head_dim 64.
+- few queries: the forward kernel has other tiles for up to 1,024 queries of head_dim 64;
+- few keys: under a causal mask, up to 1,024 keys of head_dim 128, a tile of dQ to which one program
+  alone adds is stored (see :mod:`flashattn_triton.hopper.backward`).
 
 Run as a program, in a process where TRITON_INTERPRET is not set: it prints a JSON object with the
 versions of each kernel, by tier. The launchers themselves are called, with tensors on the "meta"

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from flashattn_triton import explain, flash_attention
+from flashattn_triton.primitives import HIDDEN_BIAS, minus_infinity_below
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -25,6 +28,24 @@ def assert_near(actual: Any, expected: Any, dtype: torch.dtype) -> None:
     for a, e in zip(actual, expected, strict=True):
         scale = e.double().abs().max().clamp_min(1e-3)
         assert (a.double() - e.double()).abs().max() <= TOLERANCE[dtype] * scale
+
+
+@triton.jit
+def minus_infinity_below_kernel(bias_ptr, out_ptr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out_ptr + i, minus_infinity_below(tl.load(bias_ptr + i), False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_numbers_that_hide_a_key(dtype: torch.dtype) -> None:
+    """All there are, zeros of either sign, infinities and NaN too."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device="cuda").to(torch.int16)
+    bias, out = bits.view(dtype), torch.empty(2**16, device="cuda")
+    minus_infinity_below_kernel[(2**16 // 1024,)](bias, out, N=1024)
+    expected = bias.float().masked_fill(bias <= HIDDEN_BIAS.value, float("-inf"))
+    assert torch.equal(out.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(out[number].view(torch.int32), expected[number].view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

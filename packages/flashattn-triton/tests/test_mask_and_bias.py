@@ -229,7 +229,8 @@ def test_a_bias_of_a_large_negative_number_is_one_of_minus_infinity(
     names = ("out", "lse", "dq", "dk", "dv", "dbias")
     for dtype, fills in (
         (torch.float32, (-8192.0, torch.finfo(torch.float32).min)),
-        (torch.bfloat16, (-1e9,)),
+        (torch.bfloat16, (-8192.0, -1e9)),
+        (torch.float16, (-8192.0, -65504.0)),
     ):
         hidden = attend(-math.inf, dtype)
         assert (hidden[1][:, :, 3] == -math.inf).all()

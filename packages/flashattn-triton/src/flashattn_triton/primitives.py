@@ -39,6 +39,28 @@ CAUSAL_ALIBI = tl.constexpr(2)
 HIDDEN_BIAS = tl.constexpr(mask_and_bias.HIDDEN_BIAS)
 
 
+def _hide(kind: str, minus_one: str, minus_limit: str, minus_huge: str) -> tl.constexpr:
+    """PTX for two numbers of a half type: -inf where they are HIDDEN_BIAS or less.
+
+    It is ``x - huge * max(-x - limit, 0)``. ``-limit`` is the next number after HIDDEN_BIAS, and
+    ``huge`` makes the product overflow. A comparison and a choice for each number would take so
+    many registers that a multiprocessor runs one program less.
+    """
+    two = [x + x[2:] for x in (minus_one, minus_limit, minus_huge)]
+    return tl.constexpr(f"""{{
+        .reg .b32 minus_one, minus_limit, minus_huge, below;
+        mov.b32 minus_one, {two[0]};
+        mov.b32 minus_limit, {two[1]};
+        mov.b32 minus_huge, {two[2]};
+        fma.rn.relu.{kind} below, $1, minus_one, minus_limit;
+        fma.rn.{kind} $0, below, minus_huge, $1;
+    }}""")
+
+
+HIDE_BF16 = _hide("bf16x2", "0xBF80", "0xC5FF", "0xFF00")  # -1, -8160, -2^127
+HIDE_FP16 = _hide("f16x2", "0xBC00", "0xEFFF", "0xFBFF")  # -1, -8188, -65504
+
+
 @triton.jit
 def upper_half(bits):
     """The bf16 number that the first 16 of 32 bits are."""
@@ -328,6 +350,17 @@ def of_keys(x, TRANSPOSED: tl.constexpr):
 
 
 @triton.jit
+def minus_infinity_below(bias, INTERPRETED: tl.constexpr):
+    """``bias`` in fp32, -inf where it is HIDDEN_BIAS or less."""
+    if INTERPRETED or bias.dtype == tl.float32:
+        x = bias.to(tl.float32)
+        return tl.where(x <= HIDDEN_BIAS, float("-inf"), x)
+    PTX: tl.constexpr = HIDE_BF16 if bias.dtype == tl.bfloat16 else HIDE_FP16
+    pairs = tl.inline_asm_elementwise(PTX, "=r,r", [bias], dtype=bias.dtype, is_pure=True, pack=2)
+    return pairs.to(tl.float32)
+
+
+@triton.jit
 def scores_tile(
     s,  # Q Kᵀ of one tile (queries, keys), or TRANSPOSED (keys, queries)
     queries,
@@ -390,8 +423,7 @@ def scores_tile(
             pointers = bias + tile_queries.to(tl.int64) * stride_bq
             pointers += tile_keys.to(tl.int64) * stride_bk
             tile = tl.load(pointers, mask=inside, other=float("-inf"))
-        tile = tile.to(tl.float32)
-        z += tl.where(tile <= HIDDEN_BIAS, float("-inf"), tile)
+        z += minus_infinity_below(tile, OPTIONS.interpreted)
     if OPTIONS.has_mask:
         is_shown = tl.load(shown + key_start + keys, mask=key_start + keys < n_keys, other=0)
         z = tl.where(of_keys(is_shown, TRANSPOSED) != 0, z, float("-inf"))
