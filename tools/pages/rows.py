@@ -1,9 +1,10 @@
 """Published rows: one file per published table, which needs no run folder beside it.
 
 A line is one case: what identifies it, the hardware and versions it was measured with, and its
-rows with every sample. What a row would repeat stands once. :func:`publish` makes such a file from
+rows with their samples. What a row would repeat stands once. :func:`publish` makes such a file from
 run folders, and :mod:`tools.pages.fill` reads it. A file whose name ends in ``.gz`` is compressed,
-which makes many samples a fifth of the size.
+which makes many samples a fifth of the size; of the thousands that a short call has, every n-th is
+published.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _LEFT_OUT = (
 )
 #: Significant digits of a published number: finer than what two samples ever share.
 _DIGITS = 6
+#: Samples of a published row: so many give each quantile that pages show.
+_MOST_SAMPLES = 500
 
 
 def publish(stores: Iterable[Store], target: Path, only: Sequence[str] = ()) -> int:
@@ -72,6 +75,8 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     kept = [{k: v for k, v in row.items() if k not in _LEFT_OUT and v is not None} for row in rows]
     own = json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.{_DIGITS}g}"))
     own = [{k: v for k, v in row.items() if (k, v) != ("status", "ok")} for row in own]
+    for row in own:
+        row |= {k: _spread(v) for k, v in row.items() if k.startswith("samples_")}
     shared = {
         name: value
         for name, value in own[0].items()
@@ -81,6 +86,11 @@ def case_line(rows: Sequence[Row], environments: Mapping[str, Any]) -> Row:
     if shared:  # stands once
         line["shared"] = shared
     return {**line, "rows": [{k: v for k, v in row.items() if k not in shared} for row in own]}
+
+
+def _spread(samples: list[Any]) -> list[Any]:
+    """Every n-th, so that at most _MOST_SAMPLES remain, from all the time of measuring."""
+    return samples[:: max(1, -(-len(samples) // _MOST_SAMPLES))]
 
 
 def read(file: Path) -> list[Row]:

@@ -288,6 +288,15 @@ def test_rows_themselves_are_shown(page: Path) -> None:
     assert "| what | peak (GiB) |\n| --- | ---: |\n| a | 1 |\n| b | 4 |\n" in made.text
 
 
+def test_thousands_of_samples_are_published_evenly() -> None:
+    samples = [float(i) for i in range(1201)]
+    published_row = published.case_line([row("a", samples)], {})["rows"][0]
+    assert published_row["samples_ms"] == samples[::3]
+    assert (
+        published.case_line([row("a", samples[:500])], {})["rows"][0]["samples_ms"] == samples[:500]
+    )
+
+
 def test_publishing_nothing_says_so(tool: Bench, page: Path) -> None:
     done = tool("publish", "other.jsonl", str(page.parent / "run"), "--only", "nothing")
     assert done.returncode == 2

@@ -200,8 +200,9 @@ class Attention(Experiment):
             timed += len(names) * config["heads"] * sum(scores) / 2**31
         of_cute = (6 if list(config["passes"]) == ["forward"] else 11) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
-        of_windows = 5 if config["window"] else 0  # their kernels take longest to compile
-        beside = 7 + len(names) + compiled + of_cute + of_windows
+        # Kernels of windows and of wide heads take longest to compile.
+        longest = 5 * bool(config["window"]) + 6 * (config["head_dim"] > 128)
+        beside = 7 + len(names) + compiled + of_cute + longest
         return float(beside + 0.07 * cells * passes + timed)
 
     def tables(self, rows: pd.DataFrame) -> list[Table]:
