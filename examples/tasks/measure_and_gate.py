@@ -2,8 +2,9 @@
 
     python examples/tasks/measure_and_gate.py FOLDER
 
-It measures two versions of one model with bench-harness, and asks for a verdict: the second waits
-longer. A workflow does the same with the two versions of a pull request.
+It measures a model with bench-harness twice, and then a version that waits longer, and asks for
+verdicts: the gate stays open for the same model, and closes for the slower one. A workflow compares
+the two versions of a pull request in this way.
 """
 
 import subprocess
@@ -31,9 +32,9 @@ def bench(folder: Path, *arguments: str | Path) -> int:
 
 
 def main() -> None:
-    """Measures both versions and compares them."""
+    """Measures all versions and compares them with the first."""
     folder = Path(sys.argv[1]).absolute()
-    for name, seconds in (("before", 0.1), ("after", 0.3)):
+    for name, seconds in (("before", 0.1), ("same", 0.1), ("after", 0.3)):
         version = folder / name
         version.mkdir(parents=True)
         (version / "model.py").write_text(MODEL.format(seconds=seconds))
@@ -41,8 +42,8 @@ def main() -> None:
         short = ["--modes", "forward", "--samples", "6", "--max-seconds", "1"]
         assert bench(version, "model", *model, *short, "--output", "run") == 0
         assert (version / "run" / "report.html").is_file()
-    before, after = folder / "before" / "run", folder / "after" / "run"
-    assert bench(folder, "compare", before, before, "--fail-on", "slower:50") == 0
+    before, same, after = (folder / name / "run" for name in ("before", "same", "after"))
+    assert bench(folder, "compare", before, same, "--fail-on", "slower:50") == 0
     code = bench(folder, "compare", before, after, "--fail-on", "slower:50")
     assert code == 1, f"the gate must close with exit code 1, but got {code}"
     print("measured, and the gate closed")
