@@ -204,9 +204,7 @@ def test_zeros_are_where_programs_add(queries: int) -> None:
         n_tiles = -(-n_queries // queries)
         visits, stored = [0] * n_tiles, set[int]()
         for first_key in range(0, n_keys, keys):
-            walked = functions["walk"](
-                first_key, offset, 0, n_tiles, keys, queries, options, 0, False
-            )
+            walked = functions["walk"](first_key, offset, 0, n_tiles, keys, queries, options, 0)
             tiles = range(int(walked[0]), int(walked[1]) + 1)
             own = (first_key, 0, n_keys, offset, None, None)
             storing = functions["steps_that_store"](

@@ -925,14 +925,16 @@ def key_tiles_in_order(
     *,
     ordered: bool = False,
     packed: bool,
+    has_left: bool = False,
     ring: int = 0,
 ) -> list[tuple[int, int]]:
     """(key head, tile of keys) of each program of a backward kernel, of 64 keys a tile.
 
     The head is negative if the program walks backwards.
     """
-    usual = {"has_left": False, "bottom_right": False, "padding": 64}
-    options = SimpleNamespace(packed=packed, ordered=ordered, at_once=at_once, ring=ring, **usual)
+    options = SimpleNamespace(
+        packed=packed, ordered=ordered, at_once=at_once, ring=ring, has_left=has_left, padding=64
+    )
     # Of a packed batch, two sequences of the same length.
     table = np.zeros((1 + 2 * tiles, FIELDS.value), dtype=int)
     for tile in range(2 * tiles):
@@ -943,10 +945,10 @@ def key_tiles_in_order(
     found = []
     for program in range(programs):
         functions = load(schedule, Machine(0, 0))
-        first_key, head, *_, sequence, backwards = functions["key_tile_at"](
+        first_key, head, sequence, order, *_ = functions["key_tile_at"](
             program, programs, (sizes, Pointer(table.reshape(-1)), 0), 64, options
         )
-        sign = -1 if backwards else 1
+        sign = -1 if at_once > 0 and order else 1
         found.append((sign * (int(sequence) * heads + int(head)), int(first_key) // 64))
     return found
 
@@ -975,6 +977,13 @@ def test_last_heads_are_walked_backwards_where_programs_add_in_order() -> None:
     assert key_tiles_in_order(4, 3, 24, 9, ordered=True, packed=False) == [*uneven, *last]
     every = [(head, 2 - tile) for tile in range(3) for head in range(8)]
     assert key_tiles_in_order(4, 3, 24, 1000, ordered=True, packed=False) == every
+
+
+def test_programs_of_ordered_windows_take_groups_of_heads_of_one_size() -> None:
+    """Six heads at once, of two steps for each tile, would leave two: so it is twice four."""
+    groups = [(head + i, 2 - tile) for head in (0, 4) for tile in range(3) for i in range(4)]
+    found = key_tiles_in_order(4, 3, 24, 13, ordered=True, packed=False, has_left=True)
+    assert found == groups
 
 
 def test_first_rings_come_before_second_ones_of_as_many_heads_as_fill_the_gpu() -> None:
@@ -1018,9 +1027,9 @@ def test_each_program_has_its_own_turn_and_the_first_one_stores(
         sizes = (n_queries, n_keys, n_heads, 1, offset)
         found: dict[tuple[int, int], dict[int, bool]] = {}
         for program in range(n_programs):
-            own, walked, tiles = common["work_of_tile"](
-                program, n_programs, (sizes, None, band), keys, queries, given
-            )
+            work = (sizes, None, band)
+            place = common["key_tile_at"](program, n_programs, work, keys, given)
+            own, walked, tiles = common["work_of_tile"](place, work, keys, queries, given)
             storing = common["steps_that_store"](own, walked, tiles, keys, queries, given)
             tile, head = walked[0], own[1]
             for step in range(int(walked[3])):

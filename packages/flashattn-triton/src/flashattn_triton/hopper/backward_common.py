@@ -33,8 +33,8 @@ from flashattn_triton.hopper.schedule import (
     key_tile_at,
     load_tile,
     next_query_tile,
+    place_of_keys,
     place_of_tile,
-    ring_of,
     walk,
 )
 from flashattn_triton.hopper.scores import tanh
@@ -150,36 +150,36 @@ def has_work(work, OPTIONS: gl.constexpr):
 @gluon.jit
 def work_of_program(work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr):
     """:func:`work_of_tile` of the one tile of a program."""
-    return work_of_tile(gl.program_id(0), gl.num_programs(0), work, KEYS, QUERIES, OPTIONS)
+    tile = key_tile_at(gl.program_id(0), gl.num_programs(0), work, KEYS, OPTIONS)
+    return work_of_tile(tile, work, KEYS, QUERIES, OPTIONS)
 
 
 @gluon.jit
 def work_of_tile(
-    index, n_tiles_of_all, work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
-):
-    """A tile of keys, and its walk over tiles of queries.
+    tile, work, KEYS: gl.constexpr, QUERIES: gl.constexpr, OPTIONS: gl.constexpr
+):  # fmt: skip
+    """What a program does with a tile of keys, which ``schedule.key_tile_at`` returned.
 
     ``work``: (sizes, table of a packed batch, band); sizes are N_QUERIES, N_KEYS, N_KV_HEADS,
     HEADS_PER_KV and offset.
 
     Returns:
         (first key, key head, keys, offset, q_at, k_at) of the sequence; the :func:`walk` over one
-        head; and where its tiles are: (tiles of a head, tiles before the sequence's, programs of a
-        ring).
+        head; and where its tiles are: (tiles of a head, tiles before the sequence's, ``order``).
     """
     sizes, _, band = work
-    _, _, N_KV_HEADS, HEADS_PER_KV, _ = sizes
-    first_key, kv_head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards = key_tile_at(
-        index, n_tiles_of_all, work, KEYS, OPTIONS
-    )
+    _, _, N_KV_HEADS, HEADS_PER_KV, offset = sizes
+    first_key, kv_head, sequence, order, n_queries, n_keys, end_q, _ = tile
+    q_at = (sequence, 0)
+    if OPTIONS.packed:
+        q_at = (end_q, END - n_queries)
+        if OPTIONS.bottom_right:
+            offset += n_keys - n_queries
     PADDING: gl.constexpr = OPTIONS.padding // QUERIES  # in tiles
     n_tiles = gl.cdiv(n_queries, OPTIONS.padding) * PADDING
     if OPTIONS.packed:
         n_tiles = max(n_tiles, PADDING)  # an empty sequence has these, without rows
-    ring = 0
-    if OPTIONS.ring > 0:
-        ring = ring_of(n_keys, n_tiles, KEYS, OPTIONS)
-    walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, ring, backwards)
+    walked = walk(first_key, offset, band, n_tiles, KEYS, QUERIES, OPTIONS, order)
     # Each packed sequence begins at a multiple of so many rows of the statistics and of the sum of
     # dQ, so that no tile belongs to two. With n tokens and s sequences before it, it begins at
     # row (n // padding + s) · padding · heads.
@@ -188,7 +188,8 @@ def work_of_tile(
         first_tile = ((q_at[0] - n_queries) // OPTIONS.padding + sequence) * n_heads * PADDING
     else:
         first_tile = sequence * n_heads * n_tiles
-    return (first_key, kv_head, n_keys, offset, q_at, k_at), walked, (n_tiles, first_tile, ring)
+    own = (first_key, kv_head, n_keys, offset, q_at, place_of_keys(tile, OPTIONS.packed))
+    return own, walked, (n_tiles, first_tile, order)
 
 
 @gluon.jit

@@ -91,10 +91,12 @@ from flashattn_triton.hopper.products import (
     zero_columns,
 )
 from flashattn_triton.hopper.schedule import (
+    both_ways,
     first_element,
     key_tile_at,
     load_tile,
     next_query_tile,
+    place_of_keys,
     place_of_tile,
     store_tile,
 )
@@ -124,32 +126,58 @@ K_BUFFERS = gl.constexpr(2)  # tiles of K in shared memory
 
 # ---- producer ------------------------------------------------------------------------------------
 #
-# The producer finds out which tile of keys is next, and tells consumers by a number in shared
-# memory, which is complete when the tile's K is.
+# The producer finds out which tile of keys is next, and tells consumers by a record in shared
+# memory, which is complete when the tile's K is. Consumers divide no numbers and read no table
+# between two tiles.
 
-COPIES = gl.constexpr(32)  # of that number, one for each lane, because shared memory holds tensors
-
-
-@gluon.jit
-def _tell(indices, buffer, index):
-    """Each thread writes all copies, so that whoever arrives at a barrier next has written them."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([COPIES], [32], [4], [0])
-    copies = gl.full([COPIES], index, gl.int32, LAYOUT)
-    indices.index(buffer).store(copies)  # read after an mbarrier
+LANES = gl.constexpr(32)  # a number for each, because shared memory holds tensors
+FIELDS = gl.constexpr(8)  # of a record, see schedule.key_tile_at; there are LANES / FIELDS copies
+NO_TILE = gl.constexpr(-1)  # in place of the first key, after the last tile
 
 
 @gluon.jit
-def _told(indices, buffer):
-    """The number of the tile whose K is in a buffer.
+def _tell(record, tile):
+    """Each thread writes all numbers, so that whoever arrives next has written them."""
+    field = gl.arange(0, LANES, gl.BlockedLayout([LANES], [32], [4], [0])) % FIELDS
+    values = gl.where(field == 0, tile[0], NO_TILE)
+    for i in gl.static_range(1, FIELDS):
+        values = gl.where(field == i, tile[i], values)
+    record.store(values)  # read after an mbarrier
 
-    A reduction over the lanes of a warp, after which the compiler knows that all have the same.
-    """
+
+@gluon.jit
+def _field(record, INDEX: gl.constexpr):
+    """One field: the maximum over a warp's lanes, as then the compiler knows it to be uniform."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(indices.index(buffer).load(LAYOUT), 0)
+    lane = gl.arange(0, LANES, LAYOUT)
+    return gl.max(gl.where(lane % FIELDS == INDEX, record.load(LAYOUT), NO_TILE), 0)
 
 
 @gluon.jit
-def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.constexpr):
+def _told(record, work, OPTIONS: gl.constexpr):
+    """The tile that the producer told, as ``schedule.key_tile_at`` returned it."""
+    n_queries, n_keys = work[0][0], work[0][1]
+    end_q, end_k = 0, 0
+    order = 0
+    if OPTIONS.ring > 0 or both_ways(OPTIONS):
+        order = _field(record, 3)
+    if OPTIONS.packed:
+        n_queries, n_keys = _field(record, 4), _field(record, 5)
+        end_q, end_k = _field(record, 6), _field(record, 7)
+    first_key, kv_head, sequence = _field(record, 0), _field(record, 1), _field(record, 2)
+    return first_key, kv_head, sequence, order, n_queries, n_keys, end_q, end_k
+
+
+@gluon.jit
+def _has_tile(barriers, records, turn):
+    """Waits for K of the next tile; whether there is one."""
+    buffer, phase = slot_and_phase(turn, K_BUFFERS)
+    mbarrier.wait(barriers[0].index(buffer), phase)
+    return _field(records.index(buffer), 0) != NO_TILE
+
+
+@gluon.jit
+def _load_keys(loads, barriers, buffers, records, keys, turn, tile, PACKED: gl.constexpr):
     """Loads K of a tile, as soon as its buffer is free."""
     k_full, _, k_empty, _, _, _ = barriers
     k_smem = buffers[0]
@@ -157,7 +185,7 @@ def _load_keys(loads, barriers, buffers, indices, index, tile, turn, PACKED: gl.
     buffer, phase = slot_and_phase(turn, K_BUFFERS)
     full = k_full.index(buffer)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
-    _tell(indices, buffer, index)
+    _tell(records.index(buffer), keys)
     mbarrier.expect(full, k_smem.shape[1] * k_smem.shape[2] * 2)
     k_at = keys_to_read(tile, PACKED)
     load_tile(loads[1], k_at, kv_head, first_key, full, k_smem.index(buffer), PACKED)
@@ -186,7 +214,7 @@ def _first_step(program, HEADS_PER_KV, QUERIES: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS: gl.constexpr
+    loads, barriers, buffers, records, counters_ptr, N_TILES, work, OPTIONS: gl.constexpr
 ):  # fmt: skip
     """Fetches tiles of keys one after another; for each K and V, and each step's Q and dO.
 
@@ -209,13 +237,15 @@ def _producer(
     turn = 0
     step = 0  # a tile's first one, of all tiles' steps
     if index < stop_index:
-        program = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+        keys = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
+        program = work_of_tile(keys, work, KEYS, QUERIES, OPTIONS)
         q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
         load_output_gradient(loads, full, buffers, 0, q_at, head, tile, row, PACKED)
         load_queries(loads, full, buffers, 0, q_at, head, tile, PACKED)
-        _load_keys(loads, barriers, buffers, indices, index, program[0], turn, PACKED)
+        _load_keys(loads, barriers, buffers, records, keys, turn, program[0], PACKED)
     while index < stop_index:
-        program = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+        keys = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
+        program = work_of_tile(keys, work, KEYS, QUERIES, OPTIONS)
         own, walked, tiles = program
         _load_values(loads, barriers, buffers, own, turn, PACKED)
         q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
@@ -248,7 +278,8 @@ def _producer(
                 next_index = n_begun + gl.atomic_add(counters_ptr, 1)
         # The last step waits for Q and dO also if there is no next tile.
         at = min(next_index, stop_index - 1)
-        next_program = work_of_tile(at, stop_index, work, KEYS, QUERIES, OPTIONS)
+        next_keys = key_tile_at(at, stop_index, work, KEYS, OPTIONS)
+        next_program = work_of_tile(next_keys, work, KEYS, QUERIES, OPTIONS)
         q_at, head, tile, row = _first_step(next_program, HEADS_PER_KV, QUERIES)
         for i in gl.static_range(STAGES):
             slot, _phase = slot_and_phase(step + steps + i, STAGES)
@@ -261,8 +292,10 @@ def _producer(
             if i == 0:
                 load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
                 if next_index < stop_index:
-                    keys = next_program[0]
-                    _load_keys(loads, barriers, buffers, indices, at, keys, turn + 1, PACKED)
+                    _load_keys(
+                        loads, barriers, buffers, records, next_keys, turn + 1, next_program[0],
+                        PACKED,
+                    )  # fmt: skip
             if OPTIONS.ordered:
                 adding = take_turns(
                     steps + i, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
@@ -275,7 +308,7 @@ def _producer(
         index = next_index
     buffer, phase = slot_and_phase(turn, K_BUFFERS)
     mbarrier.wait(k_empty.index(buffer), phase ^ 1)
-    _tell(indices, buffer, stop_index)
+    _tell(records.index(buffer), (NO_TILE, 0, 0, 0, 0, 0, 0, 0))
     mbarrier.arrive(k_full.index(buffer), count=1)
 
 
@@ -395,18 +428,17 @@ def _consumer(
     stores,
     barriers,
     buffers,
-    indices,
+    records,
     ds_smem,
     dq_ptr,
     scales,
-    N_TILES,
     work,
     CONSUMER: gl.constexpr,
     OPTIONS: gl.constexpr,
 ):
     """dK and dV of 64 keys of each tile, and half of each tile of dQ."""
     dk_out, dv_out, dk_strides, dv_strides, widths_div8 = stores
-    k_full, v_full, k_empty, v_empty, q_full, do_full = barriers
+    _, v_full, k_empty, v_empty, q_full, do_full = barriers
     k_smem, q_smem, statistics_smem = buffers[0], buffers[2], buffers[4]
     scale, tanh_scale = scales[0], scales[2]
     QUERIES: gl.constexpr = q_smem.shape[1]
@@ -418,13 +450,12 @@ def _consumer(
     DQ_WIDTH: gl.constexpr = COLUMNS - FIRST if D == 128 and CONSUMER == 1 else 64
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_WIDTH, 16])
     HEADS_PER_KV = work[0][3]
-    stop_index = number_of_tiles(N_TILES, work, OPTIONS)
     step = 0
     turn = 0
-    mbarrier.wait(k_full.index(0), 0)
-    index = _told(indices, 0)
-    while index < stop_index:
-        own, walked, tiles = work_of_tile(index, stop_index, work, KEYS, QUERIES, OPTIONS)
+    while _has_tile(barriers, records, turn):
+        k_buffer = turn & 1
+        keys = _told(records.index(k_buffer), work, OPTIONS)
+        own, walked, tiles = work_of_tile(keys, work, KEYS, QUERIES, OPTIONS)
         first_key, kv_head, n_keys, offset = own[0], own[1], own[2], own[3]
         storing = 0
         if OPTIONS.stores:
@@ -440,7 +471,6 @@ def _consumer(
         dq_own = dq_ptr + gl.cast(group, gl.int64) * (QUERIES * D) + CONSUMER * 4096
         dq_own += fragment_offsets(DQ_WIDTH, DQ)
 
-        k_buffer = turn & 1
         own_k = k_smem.index(k_buffer).slice(CONSUMER * OWN, OWN, dim=0)
         slot, phase = slot_and_phase(step, STAGES)
         mbarrier.wait(q_full.index(slot), phase)
@@ -473,16 +503,11 @@ def _consumer(
                         previous_tile = head * n_tiles + tile
 
         mbarrier.arrive(v_empty.index(0), count=1)
-        # Once more, with numbers that the compiler takes for others, as uniform registers are few:
-        # kept over the steps, these would push others into vector registers.
-        zero = step >> 30
-        index = _told(indices, (turn + zero) & 1)
-        if OPTIONS.ring == 0:
-            sizes = (work[0][0] + zero, work[0][1] + zero, work[0][2], HEADS_PER_KV, work[0][4])
-            again = key_tile_at(index, stop_index, (sizes, work[1], work[2] + zero), KEYS, OPTIONS)
-        else:  # here that would be more divisions than it is worth
-            again = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
-        own_key, kv_head, n_keys, k_at = again[0] + CONSUMER * OWN, again[1], again[3], again[6]
+        # Once more, from what the compiler takes for another record, as uniform registers are few:
+        # kept over the steps, these numbers would push others into vector registers.
+        keys = _told(records.index((turn + (step >> 30)) & 1), work, OPTIONS)
+        own_key, kv_head, n_keys = keys[0] + CONSUMER * OWN, keys[1], keys[5]
+        k_at = place_of_keys(keys, OPTIONS.packed)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
         ds_before = ds_smem.index((step + DS_BUFFERS - 1) % DS_BUFFERS)
         dq = start_dq(ds_before, k_smem.index(k_buffer), DQ_WIDTH, CONSUMER)
@@ -517,9 +542,6 @@ def _consumer(
         named_barrier_arrive_at(ds_written(CONSUMER, step + 3), CONSUMERS)
         named_barrier_sync_at(ds_written(1 - CONSUMER, step + 3), CONSUMERS)
         turn += 1
-        next_buffer, next_phase = slot_and_phase(turn, K_BUFFERS)
-        mbarrier.wait(k_full.index(next_buffer), next_phase)
-        index = _told(indices, next_buffer)
     tma.store_wait(0)
 
 
@@ -571,8 +593,8 @@ def hopper_backward_kernel(
     loads = (q_desc, k_desc, v_desc, do_desc, statistics_desc)
     buffers = allocate_buffers(loads, 1, K_BUFFERS)
     ds_smem = allocate_tiles(q_desc.dtype, DS_BUFFERS, KEYS, q_desc.block_shape[-2])
-    INDICES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    indices = gl.allocate_shared_memory(gl.int32, [K_BUFFERS, COPIES], INDICES)
+    RECORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    records = gl.allocate_shared_memory(gl.int32, [K_BUFFERS, LANES], RECORDS)
     k_full = new_barriers(K_BUFFERS, 1)
     v_full = new_barriers(1, 1)
     k_empty = new_barriers(K_BUFFERS, 2)
@@ -588,11 +610,11 @@ def hopper_backward_kernel(
 
     # Written in place, because a tuple bound to a variable loses its compile-time members.
     gl.warp_specialize([
-        (_producer, (loads, barriers, buffers, indices, counters_ptr, N_TILES, work, OPTIONS)),
+        (_producer, (loads, barriers, buffers, records, counters_ptr, N_TILES, work, OPTIONS)),
         (_consumer, (
-            stores, barriers, buffers, indices, ds_smem, dq_ptr, scales, N_TILES, work, 0, OPTIONS,
+            stores, barriers, buffers, records, ds_smem, dq_ptr, scales, work, 0, OPTIONS,
         )),
         (_consumer, (
-            stores, barriers, buffers, indices, ds_smem, dq_ptr, scales, N_TILES, work, 1, OPTIONS,
+            stores, barriers, buffers, records, ds_smem, dq_ptr, scales, work, 1, OPTIONS,
         )),
     ], [4, 4], [240, 240])  # fmt: skip

@@ -56,7 +56,7 @@ from flashattn_triton.hopper.backward_common import (
 )
 from flashattn_triton.hopper.backward_kernel import KEYS
 from flashattn_triton.hopper.products import zero_accumulator
-from flashattn_triton.hopper.schedule import key_tile_at, store_tile
+from flashattn_triton.hopper.schedule import key_tile_at, place_of_keys, store_tile
 from flashattn_triton.hopper.scores import probabilities
 from flashattn_triton.hopper.support import (
     allocate_tiles,
@@ -361,10 +361,11 @@ def _consumer(
         HEADS_PER_KV,
         first_offset,
     )
-    first_key, kv_head, _, _, _, _, k_at, _, _ = key_tile_at(
+    keys = key_tile_at(
         gl.program_id(0), gl.num_programs(0), (sizes, tiles_ptr, band), KEYS, OPTIONS
     )
-    own_key = first_key + CONSUMER * OWN
+    own_key, kv_head = keys[0] + CONSUMER * OWN, keys[1]
+    k_at = place_of_keys(keys, OPTIONS.packed)
     named_barrier_sync_at(ds_written(1 - CONSUMER, steps), CONSUMERS)
     ds_tile = ds_smem.index((steps - 1) % DS_BUFFERS)
     dq = _start_dq(ds_tile, k_smem, opaque_zero, False, CONSUMER)

@@ -301,7 +301,7 @@ def whole_tiles(first_row, stop_row, band, KEYS: gl.constexpr, OPTIONS: gl.const
 def _tile_of_heads_together(
     index, n_tiles, n_heads, band, KEYS: gl.constexpr, OPTIONS: gl.constexpr
 ):  # fmt: skip
-    """(head, tile of keys, whether its walk goes backwards), where ``at_once`` says so.
+    """(head, tile of keys, 1 if its walk goes backwards, else 0), where ``at_once`` says so.
 
     Programs take one head after another, and of a head the first tile of keys first, which most
     queries see; but the last heads together, their shortest tiles last, when other programs end:
@@ -312,9 +312,10 @@ def _tile_of_heads_together(
     """
     most_steps = n_tiles
     if OPTIONS.has_left:
-        band += index >> 30  # 0, which the compiler cannot know: it would share terms with masks
         most_steps = min(n_tiles, gl.cdiv(band + KEYS, OPTIONS.padding) + 1)
     together = min(max(OPTIONS.at_once // most_steps, 1), n_heads)
+    if OPTIONS.ordered and OPTIONS.has_left:  # in groups of one size: 2 %
+        together = gl.cdiv(n_heads, gl.cdiv(n_heads, together))
     if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
         together = gl.where(together == n_heads, n_heads, 1)
     last = n_heads - together
@@ -326,11 +327,11 @@ def _tile_of_heads_together(
     size = gl.where(is_last, together, min(size, last - first_head))
     index -= first_head * n_tiles
     tile = index // size
-    backwards = False
+    backwards = 0
     if both_ways(OPTIONS):
-        backwards = is_last & (last > 0)
+        backwards = gl.where(is_last & (last > 0), 1, 0)
     if OPTIONS.ordered:
-        tile = gl.where(backwards, tile, n_tiles - 1 - tile)
+        tile = gl.where(backwards == 1, tile, n_tiles - 1 - tile)
     return first_head + index % size, tile, backwards
 
 
@@ -338,30 +339,35 @@ def _tile_of_heads_together(
 def _tile_in_rings(
     index, n_tiles, n_heads, lengths, KEYS: gl.constexpr, OPTIONS: gl.constexpr
 ):  # fmt: skip
-    """(head, tile of keys): the first ring of as many heads as fill the GPU, then their next."""
+    """(head, tile of keys, programs of its ring): see :func:`ring_of`.
+
+    First the first ring of as many heads as fill the GPU, then their next.
+    """
     n_queries, n_keys = lengths
     n_query_tiles = gl.cdiv(n_queries, OPTIONS.padding)
-    members = ring_of(n_keys, n_query_tiles, KEYS, OPTIONS)
-    together = min(OPTIONS.ring * RINGS // members, n_heads)
+    ring = ring_of(n_keys, n_query_tiles, KEYS, OPTIONS)
+    together = min(OPTIONS.ring * RINGS // ring, n_heads)
     together = gl.where(n_query_tiles > MOST_IN_L2, 1, together)
     first_head = index // (n_tiles * together) * together
     size = min(together, n_heads - first_head)
     index -= first_head * n_tiles
-    first_tile = index // (members * size) * members
+    first_tile = index // (ring * size) * ring
     index -= first_tile * size
-    members = min(members, n_tiles - first_tile)
-    return first_head + index // members, first_tile + index % members
+    members = min(ring, n_tiles - first_tile)  # of the last one fewer
+    return first_head + index // members, first_tile + index % members, ring
 
 
 @gluon.jit
 def key_tile_at(index, n_tiles_of_all, work, KEYS: gl.constexpr, OPTIONS: gl.constexpr):
-    """A tile of KEYS keys, and whether its :func:`walk` goes backwards.
+    """A tile of KEYS keys: (first key, key head, sequence, order, queries, keys, end_q, end_k).
 
-    (first key, key head, queries, keys, offset, q_at, k_at, sequence, backwards): queries, keys and
-    offset are those of the tile's sequence; ``q_at`` and ``k_at`` are for :func:`load_tile`.
+    All are at least 0. ``order``: 1 if its :func:`walk` goes backwards, or how many programs form
+    its ring, else 0. Queries and keys are those of the tile's sequence, a batch element if the
+    batch is dense; ``end_q`` and ``end_k``: where those of a packed sequence end, else 0.
     """
     sizes, tiles_ptr, band = work
-    N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, offset = sizes
+    N_QUERIES, N_KEYS, N_KV_HEADS, _HEADS_PER_KV, _offset = sizes
+    end_q, end_k = 0, 0
     if OPTIONS.packed:
         first_tile, end_q, n_queries, end_k, n_keys, _, _, sequence = entry_of_tile(
             tiles_ptr, index // N_KV_HEADS
@@ -373,30 +379,31 @@ def key_tile_at(index, n_tiles_of_all, work, KEYS: gl.constexpr, OPTIONS: gl.con
         n_queries, n_keys = N_QUERIES, N_KEYS
         n_tiles = gl.cdiv(n_keys, KEYS)
         n_heads = n_tiles_of_all // n_tiles
-    backwards = False
+    order = 0
     if OPTIONS.at_once > 0:
-        head, tile, backwards = _tile_of_heads_together(
-            index, n_tiles, n_heads, band, KEYS, OPTIONS
-        )
+        head, tile, order = _tile_of_heads_together(index, n_tiles, n_heads, band, KEYS, OPTIONS)
     elif OPTIONS.ring > 0:
-        head, tile = _tile_in_rings(index, n_tiles, n_heads, (n_queries, n_keys), KEYS, OPTIONS)
+        head, tile, order = _tile_in_rings(
+            index, n_tiles, n_heads, (n_queries, n_keys), KEYS, OPTIONS
+        )
     else:
         head = index // n_tiles
         tile = index % n_tiles
         if OPTIONS.ordered:
             tile = n_tiles - 1 - tile
-    first_key = tile * KEYS
-    if OPTIONS.packed:
-        q_at = (end_q, END - n_queries)
-        k_at = (end_k, END - n_keys)
-        if OPTIONS.bottom_right:
-            offset += n_keys - n_queries
-    else:
-        sequence = head // N_KV_HEADS  # of a dense batch
+    if not OPTIONS.packed:
+        sequence = head // N_KV_HEADS
         head = head % N_KV_HEADS
-        q_at = (sequence, 0)
-        k_at = (sequence, 0)
-    return first_key, head, n_queries, n_keys, offset, q_at, k_at, sequence, backwards
+    return tile * KEYS, head, sequence, order, n_queries, n_keys, end_q, end_k
+
+
+@gluon.jit
+def place_of_keys(tile, PACKED: gl.constexpr):
+    """``at`` of the keys, for :func:`load_tile`, of a tile that :func:`key_tile_at` returned."""
+    _, _, sequence, _, _, n_keys, _, end_k = tile
+    if PACKED:
+        return end_k, END - n_keys
+    return sequence, 0
 
 
 @gluon.constexpr_function
@@ -408,14 +415,14 @@ def both_ways(options):
 @gluon.jit
 def walk(
     first_key, offset, band, n_tiles, KEYS: gl.constexpr, QUERIES: gl.constexpr,
-    OPTIONS: gl.constexpr, ring, backwards,
+    OPTIONS: gl.constexpr, order,
 ):  # fmt: skip
     """Which of a head's tiles of queries see some key here: (first, last, wrap, count, ahead).
 
     The count is at least 1. ``wrap`` is the tile that comes after ``last``. Without a mask programs
     start at different tiles, so that they do not all add to the same part of dQ: ``wrap`` is then
-    tile 0. Otherwise it is ``first``, of the next head. ``ring``: as :func:`ring_of` returns it, or
-    0. ``ahead`` is 1, or -1 if it goes ``backwards``.
+    tile 0. Otherwise it is ``first``, of the next head. ``order``: see :func:`key_tile_at`.
+    ``ahead`` is 1, or -1 if the walk goes backwards.
     """
     first = 0
     last = n_tiles - 1
@@ -424,13 +431,13 @@ def walk(
     if OPTIONS.has_left:
         last = max(min((first_key + KEYS - 1 - offset + band) // QUERIES, last), first)
     if both_ways(OPTIONS):
-        begin = gl.where(backwards, last, first)
-        end = gl.where(backwards, first, last)
-        return begin, end, begin, last - first + 1, gl.where(backwards, -1, 1)
+        begin = gl.where(order == 1, last, first)
+        end = gl.where(order == 1, first, last)
+        return begin, end, begin, last - first + 1, gl.where(order == 1, -1, 1)
     if OPTIONS.is_causal or OPTIONS.has_left:
         return first, last, first, last - first + 1, 1
     if OPTIONS.ring > 0:
-        return first_key // KEYS % ring * STRIDE, last, 0, n_tiles, 1
+        return first_key // KEYS % order * STRIDE, last, 0, n_tiles, 1
     return (first_key // QUERIES) % n_tiles, last, 0, n_tiles, 1
 
 
