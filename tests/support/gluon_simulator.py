@@ -474,6 +474,11 @@ class Machine:
         barrier.arrive(self.here.name, threads, own)
         self.pause()
 
+    def named_arrive_at_one(self, index: int, which: int, threads: int) -> None:
+        if which not in (0, 1):
+            raise SimulationError(f"barrier {which} of two")
+        self.named_arrive(index + which, threads)
+
     def named_sync(self, index: int, threads: int, own: int = WARP_GROUP) -> None:
         barrier = self.hardware.setdefault(index, HardwareBarrier())
         opened = barrier.opened
@@ -672,6 +677,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,
         "named_barrier_arrive_at": machine.named_arrive,
+        "named_barrier_arrive_at_one": machine.named_arrive_at_one,
     }
     known = set(names)
     # What the module imports comes first, with all that the functions there call.

@@ -292,3 +292,25 @@ def named_barrier_arrive_at(index, THREADS: gl.constexpr):
     """:func:`named_barrier_arrive`, of a barrier that is known only at run time."""
     PTX: gl.constexpr = _barrier_instruction("bar.arrive", "$1", THREADS)
     _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
+
+
+@gluon.constexpr_function
+def _arrival_at_one(first, threads):
+    return f"""{{
+        .reg .pred second;
+        setp.ne.s32 second, $1, 0;
+        @second bar.arrive {first + 1}, {threads};
+        @!second bar.arrive {first}, {threads};
+        mov.b32 $0, 0;
+        }}"""
+
+
+@gluon.jit
+def named_barrier_arrive_at_one(INDEX: gl.constexpr, which, THREADS: gl.constexpr):
+    """:func:`named_barrier_arrive` at ``INDEX``, or at the next one if ``which`` is 1 instead of 0.
+
+    No register holds the barrier's number. If one did, ptxas could take a register from which
+    additions to memory are still read, and the arrival would wait for these.
+    """
+    PTX: gl.constexpr = _arrival_at_one(FIRST_NAMED_BARRIER + INDEX, THREADS)
+    _in_order(PTX, gl.to_tensor(which))
