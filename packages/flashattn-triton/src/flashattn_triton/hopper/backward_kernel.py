@@ -58,6 +58,7 @@ from flashattn_triton.hopper.backward_common import (
     CONSUMERS,
     DO_EMPTY,
     DS_BUFFERS,
+    DS_WRITTEN,
     EVERYBODY,
     OWN,
     Q_EMPTY,
@@ -403,13 +404,14 @@ def _step(
     named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
-    named_barrier_arrive_at(ds_written(CONSUMER, step + 1), CONSUMERS)
+    # At ds_written(CONSUMER, step + 1). Numbers in no register: see named_barrier_arrive_at_one.
+    named_barrier_arrive_at_one(DS_WRITTEN + 2 * CONSUMER, (step + 1) & 1, CONSUMERS)
     # In step 0 there is no previous tile: the buffer is uninitialised, the result is not added.
     dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)
     if not DK_FIRST:
         dk = issue_columns(gl.convert_layout(ds, OPERAND), q_tile, dk)
     dv = wait_for_columns(dv, RANGES + 1)
-    named_barrier_arrive_at(DO_EMPTY + slot, EVERYBODY)
+    named_barrier_arrive_at_one(DO_EMPTY, slot, EVERYBODY)
 
     mbarrier.wait(q_full.index(next_slot), next_phase)
     next_statistics = statistics_smem.index(next_slot)
@@ -420,7 +422,7 @@ def _step(
     mbarrier.wait(do_full.index(next_slot), next_phase)
     # ptxas runs every product by itself unless each iteration ends with nothing in flight.
     s, dk = wait_for_all(s, dk)
-    named_barrier_arrive_at_one(Q_EMPTY, slot, EVERYBODY)  # 1 to 2 % with 128 columns
+    named_barrier_arrive_at_one(Q_EMPTY, slot, EVERYBODY)
     return s, dk, dv
 
 
