@@ -200,8 +200,9 @@ class Attention(Experiment):
             timed += len(names) * config["heads"] * sum(scores) / 2**31
         of_cute = (6 if list(config["passes"]) == ["forward"] else 11) * ("flash-attn-4" in names)
         compiled = 21 * problems * sum("compiled" in name or name == "flex" for name in names)
-        # Kernels of windows and of wide heads take longest to compile.
+        # Kernels of windows, of wide heads and of deterministic gradients take longest to compile.
         longest = 5 * bool(config["window"]) + 6 * (config["head_dim"] > 128)
+        longest += 5 * ("deterministic" in config["features"])
         beside = 7 + len(names) + compiled + of_cute + longest
         return float(beside + 0.07 * cells * passes + timed)
 
