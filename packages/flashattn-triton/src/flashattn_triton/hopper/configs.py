@@ -112,9 +112,9 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
 }
 # Keys: width of tiles, whether there is a causal mask.
 BACKWARD = {
-    (64, True): BackwardConfig(queries=128, spills=92),
-    (64, False): BackwardConfig(queries=128, spills=36),
-    (128, True): BackwardConfig(queries=64, spills=100),
+    (64, True): BackwardConfig(queries=128, spills=80),
+    (64, False): BackwardConfig(queries=128, spills=48),
+    (128, True): BackwardConfig(queries=64, spills=108),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
     (192, True): BackwardConfig(queries=64, spills=544),
@@ -130,8 +130,8 @@ FORWARD_WINDOW = {
     256: replace(_WIDE, rounds=2, spills=216),
 }
 BACKWARD_WINDOW = {
-    64: BackwardConfig(queries=128, spills=112),
-    128: BackwardConfig(queries=64, spills=172),
+    64: BackwardConfig(queries=128, spills=84),
+    128: BackwardConfig(queries=64, spills=132),
     192: BackwardConfig(queries=64, spills=872),
     256: BackwardConfig(queries=128, spills=0, keys=64),
 }
