@@ -40,6 +40,7 @@ from flashattn_triton.hopper.schedule import (
 from flashattn_triton.hopper.scores import tanh
 from flashattn_triton.hopper.support import (
     allocate_tiles,
+    named_barrier_arrive_at_one,
     named_barrier_sync_at,
     new_barriers,
     slot_and_phase,
@@ -396,6 +397,12 @@ def ds_written(CONSUMER: gl.constexpr, steps):
       before it arrives for n.
     """
     return DS_WRITTEN + 2 * CONSUMER + (steps & 1)
+
+
+@gluon.jit
+def say_ds_is_written(CONSUMER: gl.constexpr, steps):
+    """Arrives at :func:`ds_written`, whose number is in no register."""
+    named_barrier_arrive_at_one(DS_WRITTEN + 2 * CONSUMER, steps & 1, CONSUMERS)
 
 
 # ---- products ------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ from flashattn_triton.hopper.backward_common import (
     CONSUMERS,
     DO_EMPTY,
     DS_BUFFERS,
-    DS_WRITTEN,
     EVERYBODY,
     OWN,
     Q_EMPTY,
@@ -72,6 +71,7 @@ from flashattn_triton.hopper.backward_common import (
     load_output_gradient,
     load_queries,
     number_of_tiles,
+    say_ds_is_written,
     soft_cap,
     start_dp,
     start_dq,
@@ -404,8 +404,7 @@ def _step(
     named_barrier_sync_at(ds_written(1 - CONSUMER, step), CONSUMERS)
     ds_tile.slice(CONSUMER * OWN, OWN, dim=0).store(ds)
     fence_async_shared()
-    # At ds_written(CONSUMER, step + 1). Numbers in no register: see named_barrier_arrive_at_one.
-    named_barrier_arrive_at_one(DS_WRITTEN + 2 * CONSUMER, (step + 1) & 1, CONSUMERS)
+    say_ds_is_written(CONSUMER, step + 1)
     # In step 0 there is no previous tile: the buffer is uninitialised, the result is not added.
     dq = start_dq(ds_before, k_tile, DQ_WIDTH, CONSUMER)
     if not DK_FIRST:

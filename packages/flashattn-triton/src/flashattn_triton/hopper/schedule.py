@@ -314,7 +314,7 @@ def _tile_of_heads_together(
     if OPTIONS.has_left:
         most_steps = min(n_tiles, gl.cdiv(band + KEYS, OPTIONS.padding) + 1)
     together = min(max(OPTIONS.at_once // most_steps, 1), n_heads)
-    if OPTIONS.ordered and OPTIONS.has_left:  # in groups of one size: 2 %
+    if OPTIONS.ordered and OPTIONS.has_left:  # in groups of about one size: 2 %
         together = gl.cdiv(n_heads, gl.cdiv(n_heads, together))
     if OPTIONS.packed:  # those of a sequence, if all its tiles run at once
         together = gl.where(together == n_heads, n_heads, 1)
