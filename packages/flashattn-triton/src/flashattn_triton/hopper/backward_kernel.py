@@ -245,11 +245,11 @@ def _producer(
         load_output_gradient(loads, full, buffers, 0, q_at, head, tile, row, PACKED)
         load_queries(loads, full, buffers, 0, q_at, head, tile, PACKED)
         _load_keys(loads, barriers, buffers, records, keys, turn, program[0], PACKED)
+        _load_values(loads, barriers, buffers, program[0], turn, PACKED)
     while index < stop_index:
         keys = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
         program = work_of_tile(keys, work, KEYS, QUERIES, OPTIONS)
-        own, walked, tiles = program
-        _load_values(loads, barriers, buffers, own, turn, PACKED)
+        _own, walked, tiles = program
         q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
         if OPTIONS.ordered:
             adding = first_turn(program, HEADS_PER_KV, KEYS, QUERIES, OPTIONS)
@@ -279,30 +279,33 @@ def _producer(
                     wait_until_reached(counters_ptr, ring_end)
                 next_index = n_begun + gl.atomic_add(counters_ptr, 1)
         # The last step waits for Q and dO also if there is no next tile.
+        is_next = next_index < stop_index
         at = min(next_index, stop_index - 1)
         next_keys = key_tile_at(at, stop_index, work, KEYS, OPTIONS)
         next_program = work_of_tile(next_keys, work, KEYS, QUERIES, OPTIONS)
+        next_own = next_program[0]
         q_at, head, tile, row = _first_step(next_program, HEADS_PER_KV, QUERIES)
-        for i in gl.static_range(STAGES):
-            slot, _phase = slot_and_phase(step + steps + i, STAGES)
-            if steps + i >= STAGES:
-                named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-            if i == 0:
-                load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
-            if steps + i >= STAGES:
-                named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-            if i == 0:
-                load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
-                if next_index < stop_index:
-                    _load_keys(
-                        loads, barriers, buffers, records, next_keys, turn + 1, next_program[0],
-                        PACKED,
-                    )  # fmt: skip
-            if OPTIONS.ordered:
-                adding = take_turns(
-                    steps + i, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
-                )  # fmt: skip
+        slot, _phase = slot_and_phase(step + steps, STAGES)
+        if steps >= STAGES:
+            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+        load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
+        if steps >= STAGES:
+            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+        load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
+        if is_next:
+            _load_keys(loads, barriers, buffers, records, next_keys, turn + 1, next_own, PACKED)
         if OPTIONS.ordered:
+            adding = take_turns(steps, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS)
+        # Before anything else waits for this tile's last step: up to 3 %.
+        if is_next:
+            _load_values(loads, barriers, buffers, next_own, turn + 1, PACKED)
+        slot, _phase = slot_and_phase(step + steps + 1, STAGES)
+        named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+        named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+        if OPTIONS.ordered:
+            adding = take_turns(
+                steps + 1, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
+            )  # fmt: skip
             named_barrier_sync_at(Q_EMPTY + slot_and_phase(step + steps, STAGES)[0], EVERYBODY)
             end_last_turn(adding, order_counters_ptr)
         step += steps
