@@ -207,6 +207,18 @@ def _load_values(loads, barriers, buffers, tile, turn, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def _load_step(loads, full, buffers, step, waits, q_at, head, tile, row, PACKED: gl.constexpr):
+    """Loads a step's dO and Q, if it ``waits`` as soon as consumers give back their slots."""
+    slot, _phase = slot_and_phase(step, STAGES)
+    if waits:
+        named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
+    load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
+    if waits:
+        named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
+    load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
+
+
+@gluon.jit
 def _first_step(program, HEADS_PER_KV, QUERIES: gl.constexpr):
     """What a program's first step reads: (``q_at``, head, tile of queries, its first row)."""
     own, walked, tiles = program
@@ -242,8 +254,7 @@ def _producer(
         keys = key_tile_at(index, stop_index, work, KEYS, OPTIONS)
         program = work_of_tile(keys, work, KEYS, QUERIES, OPTIONS)
         q_at, head, tile, row = _first_step(program, HEADS_PER_KV, QUERIES)
-        load_output_gradient(loads, full, buffers, 0, q_at, head, tile, row, PACKED)
-        load_queries(loads, full, buffers, 0, q_at, head, tile, PACKED)
+        _load_step(loads, full, buffers, 0, False, q_at, head, tile, row, PACKED)
         _load_keys(loads, barriers, buffers, records, keys, turn, program[0], PACKED)
         _load_values(loads, barriers, buffers, program[0], turn, PACKED)
     while index < stop_index:
@@ -259,15 +270,12 @@ def _producer(
         steps = walked[3] * HEADS_PER_KV
         for of_tile in range(steps):
             if of_tile > 0:
-                slot, _phase = slot_and_phase(step + of_tile, STAGES)
                 tile, head = next_query_tile(tile, head, walked)
                 row = place_of_tile(head, tile, tiles) * QUERIES
-                if of_tile >= STAGES:
-                    named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-                load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
-                if of_tile >= STAGES:
-                    named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-                load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
+                waits = of_tile >= STAGES
+                _load_step(
+                    loads, full, buffers, step + of_tile, waits, q_at, head, tile, row, PACKED
+                )  # fmt: skip
                 if OPTIONS.ordered:  # before the load, for which all warps meet, it costs 3 to 12 %
                     adding = take_turns(
                         of_tile, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS
@@ -285,18 +293,13 @@ def _producer(
         next_program = work_of_tile(next_keys, work, KEYS, QUERIES, OPTIONS)
         next_own = next_program[0]
         q_at, head, tile, row = _first_step(next_program, HEADS_PER_KV, QUERIES)
-        slot, _phase = slot_and_phase(step + steps, STAGES)
-        if steps >= STAGES:
-            named_barrier_sync_at(DO_EMPTY + slot, EVERYBODY)
-        load_output_gradient(loads, full, buffers, slot, q_at, head, tile, row, PACKED)
-        if steps >= STAGES:
-            named_barrier_sync_at(Q_EMPTY + slot, EVERYBODY)
-        load_queries(loads, full, buffers, slot, q_at, head, tile, PACKED)
+        waits = steps >= STAGES
+        _load_step(loads, full, buffers, step + steps, waits, q_at, head, tile, row, PACKED)
         if is_next:
             _load_keys(loads, barriers, buffers, records, next_keys, turn + 1, next_own, PACKED)
         if OPTIONS.ordered:
             adding = take_turns(steps, adding, program, order_counters_ptr, KEYS, QUERIES, OPTIONS)
-        # Before anything else waits for this tile's last step: up to 3 %.
+        # Before anything else that waits for the last step of this tile: up to 3 %.
         if is_next:
             _load_values(loads, barriers, buffers, next_own, turn + 1, PACKED)
         slot, _phase = slot_and_phase(step + steps + 1, STAGES)
