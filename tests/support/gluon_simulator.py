@@ -576,6 +576,16 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
+def _keep_where(comparison: str, x: Tensor, a: Tensor, b: Tensor, other: float) -> Tensor:
+    seen = {"lt": np.less, "ge": np.greater_equal}[comparison](a.value, b.value)
+    return Tensor(np.where(seen, x.value, other))
+
+
+def _keep_between(x: Tensor, a: Tensor, first: Tensor, n: Tensor, other: float) -> Tensor:
+    past = a.value - first.value
+    return Tensor(np.where((past >= 0) & (past < n.value), x.value, other))
+
+
 def _reduction(function: Callable[..., Any]) -> Callable[[Tensor, int], Any]:
     def reduced(x: Tensor, axis: int) -> Any:
         """All that kernels reduce to one number are integers."""
@@ -664,6 +674,8 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "exp2": _operation(np.exp2),
         "reciprocal": _operation(np.reciprocal),
         "VIEWS_ARE_PUBLIC": True,
+        "keep_where": _keep_where,
+        "keep_between": _keep_between,
         "to_operand": lambda x, dtype, layout: x,
         "reduce_add": machine.reduce_add,
         "store_or_add": machine.store_or_add,

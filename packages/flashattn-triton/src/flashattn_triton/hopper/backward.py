@@ -164,9 +164,8 @@ class HopperBackwardCall:
         left, right = problem.band
         stores = ordered and persistent
         # Under a causal mask the first of few tiles of keys is all that a good part of the queries
-        # see. In longer sequences zeros cost less than the choice in each step, and up to 64
-        # columns they cost little.
-        if width == 128 and not packed and (left, right) == (None, 0) and n_keys <= 1024:
+        # see. In longer sequences zeros cost less than the choice in each step.
+        if width <= 128 and not packed and (left, right) == (None, 0) and n_keys <= 1024:
             stores = True
         self.preprocess = hopper_launch(
             preprocess_kernel,

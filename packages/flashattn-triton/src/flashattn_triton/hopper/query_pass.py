@@ -36,7 +36,7 @@ from flashattn_triton.hopper.schedule import (
     tile_at,
     whole_tiles,
 )
-from flashattn_triton.hopper.scores import seen_keys, tanh
+from flashattn_triton.hopper.scores import tanh, where_seen
 from flashattn_triton.hopper.support import (
     allocate_tiles,
     exp2,
@@ -157,8 +157,7 @@ def _score_gradient(
         dp = dp + gl.expand_dims(minus_delta, 1)
     ds = exp2(s * scale_log2 + gl.expand_dims(l_log2, 1)) * dp
     if MASKED:
-        seen = seen_keys(s, first_row, first_key, band, OPTIONS)
-        ds = gl.where(seen, ds, 0.0)
+        ds = where_seen(ds, first_row, first_key, band, OPTIONS, 0.0)
     return ds
 
 

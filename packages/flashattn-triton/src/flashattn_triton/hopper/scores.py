@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashattn_triton.hopper.support import exp2, reciprocal
+from flashattn_triton.hopper.support import exp2, keep_between, keep_where, reciprocal
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -22,31 +22,55 @@ def tanh(x):
 
 
 @gluon.jit
-def seen_keys(s, first_row, first_key, band, OPTIONS: gl.constexpr):
-    """Which of the (queries, keys) scores the mask does not hide."""
-    N_KEYS, offset, width = band
-    LAYOUT: gl.constexpr = s.type.layout
-    keys = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
-    last = gl.full([s.shape[0]], N_KEYS - 1 - first_key, gl.int32, gl.SliceLayout(1, LAYOUT))
-    diagonal = gl.arange(0, s.shape[0], gl.SliceLayout(1, LAYOUT)) + (
-        first_row + offset - first_key
-    )
-    if OPTIONS.is_causal:
-        last = gl.minimum(last, diagonal)
-    seen = keys <= gl.expand_dims(last, 1)
-    if OPTIONS.has_left:
-        seen = seen & (keys >= gl.expand_dims(diagonal - width, 1))
-    return seen
+def _only_columns(x, first, stop, OTHER: gl.constexpr):
+    """``x`` in the columns of each row from its ``first`` to its ``stop`` - 1, OTHER elsewhere.
+
+    ``first``, ``stop``: (rows,) int32 tensors; one of them may be None. Of every eight columns of a
+    row, four threads hold two neighbours each. What is known of a column when the kernel is
+    compiled is compared with the bound less what only the thread knows.
+    """
+    LAYOUT: gl.constexpr = x.type.layout
+    pairs = gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+    PAIRS: gl.constexpr = pairs.type.layout
+    EIGHTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PAIRS))
+    eights = gl.expand_dims(gl.arange(0, x.shape[1] // 8, gl.SliceLayout(0, EIGHTS)) * 8, 0)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, PAIRS))
+    threads = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, COLUMNS)) * 2, 1)
+    neighbours = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, COLUMNS)), 0)
+    columns = gl.expand_dims(gl.expand_dims(eights, 2), 3)
+    columns += gl.expand_dims(gl.expand_dims(neighbours, 0), 1)
+    past = gl.expand_dims(gl.expand_dims(threads, 0), 1)
+    if first is None:
+        pairs = keep_where("lt", pairs, columns, _each_row(stop, PAIRS) - past, OTHER)
+    elif stop is None:
+        pairs = keep_where("ge", pairs, columns, _each_row(first, PAIRS) - past, OTHER)
+    else:
+        n_seen = _each_row(gl.maximum(stop - first, 0), PAIRS)
+        pairs = keep_between(pairs, columns, _each_row(first, PAIRS) - past, n_seen, OTHER)
+    return gl.convert_layout(gl.reshape(pairs, x.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def mask_scores(s, first_row, first_key, band, OPTIONS: gl.constexpr):
-    """Replaces (queries, keys) scores by ones whose exponential is 0 where the mask hides the key.
+def _each_row(x, PAIRS: gl.constexpr):
+    """A number of each row (rows,) as (rows, 1, 1, 1)."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, PAIRS)))
+    x = gl.expand_dims(gl.convert_layout(x, ROWS, assert_trivial=True), 1)
+    return gl.expand_dims(gl.expand_dims(x, 2), 3)
 
-    For the forward kernel, which takes maxima of scores.
-    """
-    seen = seen_keys(s, first_row, first_key, band, OPTIONS)
-    return gl.where(seen, s, float("inf") if OPTIONS.negative else -float("inf"))
+
+@gluon.jit
+def where_seen(x, first_row, first_key, band, OPTIONS: gl.constexpr, OTHER: gl.constexpr):
+    """``x`` of a tile (queries, keys) where the mask does not hide the key, OTHER elsewhere."""
+    N_KEYS, offset, width = band
+    ROWS: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    stop = gl.full([x.shape[0]], N_KEYS - first_key, gl.int32, ROWS)
+    diagonal = gl.arange(0, x.shape[0], ROWS) + (first_row + offset - first_key)
+    first = None
+    if OPTIONS.is_causal:
+        stop = gl.minimum(stop, diagonal + 1)
+    if OPTIONS.has_left:
+        first = diagonal - width
+    return _only_columns(x, first, stop, OTHER)
 
 
 @gluon.jit
@@ -61,7 +85,9 @@ def scores_tile(s, tanh_scale, first_row, first_key, band, masked, OPTIONS: gl.c
     if tanh_scale is not None:
         s = tanh(s * tanh_scale)
     if masked:
-        s = mask_scores(s, first_row, first_key, band, OPTIONS)
+        # Scores whose exponential is 0, and no maximum.
+        HIDDEN: gl.constexpr = float("inf") if OPTIONS.negative else -float("inf")
+        s = where_seen(s, first_row, first_key, band, OPTIONS, HIDDEN)
     return s
 
 
@@ -73,19 +99,20 @@ def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED
     0 where the mask hides the key: query i sees the rows from ``diagonal + i - band`` to
     ``diagonal + i``, which are among the first ``n_keys``; ``limits`` are both numbers.
     """
-    p = exp2(s * scale_log2)
+    exponents = s * scale_log2
     if MASKED:
         band, n_keys = limits
-        LAYOUT: gl.constexpr = p.type.layout
-        keys = gl.arange(0, p.shape[0], gl.SliceLayout(1, LAYOUT))
-        last = diagonal + gl.arange(0, p.shape[1], gl.SliceLayout(0, LAYOUT))
+        keys = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        first = keys * 0  # query that sees the key, and the one after the last
+        stop = None
         if OPTIONS.is_causal:
-            p = gl.where(gl.expand_dims(keys, 1) <= gl.expand_dims(last, 0), p, 0.0)
-        if OPTIONS.has_left:
-            p = gl.where(gl.expand_dims(keys, 1) >= gl.expand_dims(last - band, 0), p, 0.0)
+            first = keys - diagonal
         if OPTIONS.ragged:
-            p = gl.where(gl.expand_dims(keys < n_keys, 1), p, 0.0)
-    return p
+            first = gl.where(keys < n_keys, first, s.shape[1])
+        if OPTIONS.has_left:
+            stop = keys - diagonal + band + 1
+        exponents = _only_columns(exponents, first, stop, -float("inf"))
+    return exp2(exponents)
 
 
 @gluon.jit

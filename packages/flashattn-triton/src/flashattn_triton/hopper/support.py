@@ -238,6 +238,37 @@ def reciprocal(x):
 
 
 @gluon.constexpr_function
+def _selection(seen, other):
+    """PTX that keeps $1 if the predicate holds that instructions set, else 0 or an infinity."""
+    bits = "00000000" if other == 0 else "7F800000" if other > 0 else "FF800000"
+    return f"{{ .reg .pred seen; {seen} selp.f32 $0, $1, 0f{bits}, seen; }}"
+
+
+@gluon.jit
+def keep_where(COMPARISON: gl.constexpr, x, a, b, OTHER: gl.constexpr):
+    """fp32 ``x`` where the COMPARISON ("lt" or "ge") of int32 ``a`` and ``b`` holds, else OTHER.
+
+    In PTX, because LLVM packs the results of many comparisons into one number, and tests its bits
+    one by one: 1.4 times as many instructions in a step under a mask.
+    """
+    PTX: gl.constexpr = _selection(f"setp.{COMPARISON}.s32 seen, $2, $3;", OTHER)
+    return gl.inline_asm_elementwise(
+        PTX, "=f,f,r,r", [x, a, b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def keep_between(x, a, first, n, OTHER: gl.constexpr):
+    """fp32 ``x`` where int32 ``a`` is one of the ``n`` numbers from ``first`` on, else OTHER."""
+    PTX: gl.constexpr = _selection(
+        ".reg .b32 past; sub.s32 past, $2, $3; setp.lt.u32 seen, past, $4;", OTHER
+    )
+    return gl.inline_asm_elementwise(
+        PTX, "=f,f,r,r,r", [x, a, first, n], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
 def _rounding_instruction(is_bfloat16):
     return f"cvt.rn.{'bf16x2' if is_bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
 
