@@ -4,9 +4,9 @@
 
 Forward and backward of every kind of problem, by the portable kernels and, where another tier takes
 a problem, by that one too. Everything is compiled first, at full speed and in parallel; then each
-kind of problem is a program of its own under each check, as many at a time as there are processors.
-The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and beside the toolkit's
-compiler.
+kind of problem with each mask is a program of its own under each check, as many at a time as there
+are processors. The compute sanitizer is part of the CUDA toolkit; it is looked for on PATH and
+beside the toolkit's compiler.
 
 Of racecheck's reports two kinds are counted, and are not errors:
 
@@ -71,8 +71,8 @@ ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x\w+ in (\S+):(\d+)")
 HANDED_OVER = "# read after an mbarrier"
 
 
-def run_problems(implementation: str, kinds: list[int], options: list[int], quick: bool) -> None:
-    """The problems of these kinds with these options, in this process.
+def run_problems(implementation: str, kind: int, option: int, quick: bool) -> None:
+    """The problems of this kind with this option, in this process.
 
     "auto" stands for what it chooses besides the portable kernels, and leaves the rest out.
     """
@@ -81,36 +81,35 @@ def run_problems(implementation: str, kinds: list[int], options: list[int], quic
     from flashattn_triton import choose, flash_attention, flash_attention_varlen
     from flashattn_triton.problem import new_problem
 
-    def leaves(*shapes: tuple[int, ...], dtype: str) -> list[torch.Tensor]:
-        kind = getattr(torch, dtype)
-        return [torch.randn(s, device="cuda", dtype=kind, requires_grad=True) for s in shapes]
+    (dim, value_dim, dtype), given = KINDS[kind], OPTIONS[option]
 
+    def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        half_or_single = getattr(torch, dtype)
+        return [
+            torch.randn(s, device="cuda", dtype=half_or_single, requires_grad=True) for s in shapes
+        ]
+
+    q, k, v = leaves((1, 4, 1, dim), (1, 2, 1, dim), (1, 2, 1, value_dim))
+    tier = choose(q, k, v, new_problem(head_dim=dim, **given)).tier
     ran = 0
-    starts = torch.tensor([0, 3, 3, 70], dtype=torch.int32, device="cuda")
-    for (dim, value_dim, dtype), given in product(
-        [KINDS[i] for i in kinds], [OPTIONS[i] for i in options]
-    ):
+    if implementation != "auto" or tier != "triton":
         keywords = {**given, "implementation": implementation}
-        q, k, v = leaves((1, 4, 1, dim), (1, 2, 1, dim), (1, 2, 1, value_dim), dtype=dtype)
-        tier = choose(q, k, v, new_problem(head_dim=dim, **given)).tier
-        if implementation == "auto" and tier == "triton":
-            continue
         problems = [(1, *lengths) for lengths in (LENGTHS[2:] if quick else LENGTHS)]
         if implementation == "auto":
             problems.append((MANY, *LENGTHS[2]))
         for b, n, m in problems:
-            q, k, v = leaves((b, 4, n, dim), (b, 2, m, dim), (b, 2, m, value_dim), dtype=dtype)
+            q, k, v = leaves((b, 4, n, dim), (b, 2, m, dim), (b, 2, m, value_dim))
             out, lse = flash_attention(q, k, v, return_lse=True, **keywords)
             visible = torch.where(lse.isinf(), 0.0, lse)
             (out.float().sum() + visible.sum()).backward()
             ran += 1
         n, m = LENGTHS[3]
-        q, k, v = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), dtype=dtype)
-        (sinks,) = leaves((4,), dtype=dtype)
+        q, k, v, sinks = leaves((1, 4, n, dim), (1, 2, m, dim), (1, 2, m, value_dim), (4,))
         flash_attention(q, k, v, sinks=sinks, **keywords).float().sum().backward()
         ran += 1
         if not quick:
-            q, k, v = leaves((70, 4, dim), (70, 2, dim), (70, 2, value_dim), dtype=dtype)
+            starts = torch.tensor([0, 3, 3, 70], dtype=torch.int32, device="cuda")
+            q, k, v = leaves((70, 4, dim), (70, 2, dim), (70, 2, value_dim))
             out = flash_attention_varlen(q, k, v, starts, starts, 67, 67, **keywords)
             out.float().sum().backward()
             ran += 1
@@ -137,38 +136,32 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="half types and plain masks only")
     # What is run in the processes that are watched:
     parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--kinds", type=int, nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--options", type=int, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--option", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
-        run_problems(arguments.run, arguments.kinds, arguments.options, arguments.quick)
+        run_problems(arguments.run, arguments.kind, arguments.option, arguments.quick)
         return 0
     sanitizer = find_sanitizer(arguments.sanitizer)
     if sanitizer is None:
         print("compute-sanitizer was not found; say where it is by --sanitizer", file=sys.stderr)
         return 2
     quick = ["--quick"] if arguments.quick else []
-    options = [str(i) for i in range(2 if arguments.quick else len(OPTIONS))]
     kinds = {"auto": HOPPER}
-    pairs = [
-        (implementation, str(kind))
+    programs = [
+        [sys.executable, __file__, "--run", implementation, "--kind", str(kind),
+         "--option", str(option), *quick]
         for implementation in arguments.implementations
-        for kind in range(2 if arguments.quick else kinds.get(implementation, len(KINDS)))
-    ]
-
-    def program(pair: tuple[str, str], options: list[str]) -> list[str]:
-        implementation, kind = pair
-        problems = ["--run", implementation, "--kinds", kind, "--options", *options, *quick]
-        return [sys.executable, __file__, *problems]
-
+        for kind in range(2 if quick else kinds.get(implementation, len(KINDS)))
+        for option in range(2 if quick else len(OPTIONS))
+    ]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = [program(pair, [option]) for pair in pairs for option in options]
-        if any(pool.map(lambda part: subprocess.run(part, check=False).returncode, parts)):
+        if any(pool.map(lambda x: subprocess.run(x, check=False).returncode, programs)):
             print("the problems do not run without a sanitizer either", file=sys.stderr)
             return 1
         handovers = "racecheck" in arguments.checks and reports_control(sanitizer)
-        checks = [(check, program(pair, options)) for check in arguments.checks for pair in pairs]
-        return int(any([*pool.map(lambda c: fails(sanitizer, c[0], c[1], handovers), checks)]))
+        watched_programs = product(arguments.checks, programs)
+        return int(any([*pool.map(lambda x: fails(sanitizer, *x, handovers), watched_programs)]))
 
 
 def watched(sanitizer: str, check: str, program: list[str]) -> subprocess.CompletedProcess[str]:
