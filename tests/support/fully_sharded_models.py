@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "adamw": functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
     # AdamW divides by the size of gradients. Where they almost cancel, its usual eps would show in
-    # which order three ranks' gradients were added.
+    # which order the gradients of three or more ranks were added.
     "adamw, large eps": functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, eps=1e-3),
 }
 
