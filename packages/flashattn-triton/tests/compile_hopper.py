@@ -233,21 +233,23 @@ def assembled(kernel: Any) -> dict[str, Any]:
     """What ptxas said for sm_90a, and where it spills.
 
     registers: at entry. spills: bytes of a thread, stores and loads. warnings: codes. shared: bytes
-    of a block. loops: as of :func:`inner_loops`, in the order of the code. loads: as of
-    :func:`loads_before_arrivals`.
+    of a block. loops: counts of LDL and STL in each of :func:`inner_loops`, in the order of the
+    code. steps: of all instructions there. loads: as of :func:`loads_before_arrivals`.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         sass = output([CUOBJDUMP, "-sass", file.name])
     said = PTXAS_SAID[kernel.hash]
+    loops = inner_loops(sass)
     return {
         "triton": triton.__version__,
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spills": sum(int(n) for n in re.findall(r"(\d+) bytes spill", said)),
         "warnings": re.findall(r"C7\d{3}", said),
         "shared": kernel.metadata.shared,
-        "loops": inner_loops(sass),
+        "loops": [body.count("LDL") + body.count("STL") for body in loops],
+        "steps": [len(body) for body in loops],
         "loads": loads_before_arrivals(sass),
     }
 
@@ -281,8 +283,8 @@ def loads_before_arrivals(sass: str) -> list[int]:
     return found
 
 
-def inner_loops(sass: str) -> list[int]:
-    """Counts of LDL and STL in innermost loops with HGMMA; a loop ends in a conditional branch.
+def inner_loops(sass: str) -> list[list[str]]:
+    """Instructions of innermost loops with HGMMA; a loop ends in a conditional branch.
 
     Forward, only the loops that compare the fewest fp32 numbers: others are for the diagonal, and
     for tiles of queries that come once more.
@@ -299,7 +301,7 @@ def inner_loops(sass: str) -> list[int]:
     ]
     fewest = min((body.count("FMNMX") for _, _, body in innermost), default=0)
     usual = [x for x in innermost if x[2].count("FMNMX") == fewest]
-    return [body.count("LDL") + body.count("STL") for _, _, body in sorted(usual)]
+    return [body for _, _, body in sorted(usual)]
 
 
 def main() -> None:
