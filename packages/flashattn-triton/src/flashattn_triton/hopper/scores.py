@@ -103,7 +103,8 @@ def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED
     if MASKED:
         band, n_keys = limits
         keys = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
-        first = keys * 0  # query that sees the key, and the one after the last
+        # A key is seen by the tile's queries from ``first`` to ``stop`` - 1.
+        first = keys * 0
         stop = None
         if OPTIONS.is_causal:
             first = keys - diagonal
