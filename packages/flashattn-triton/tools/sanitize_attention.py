@@ -81,13 +81,11 @@ def run_problems(implementation: str, kind: int, option: int, quick: bool) -> No
     from flashattn_triton import choose, flash_attention, flash_attention_varlen
     from flashattn_triton.problem import new_problem
 
-    (dim, value_dim, dtype), given = KINDS[kind], OPTIONS[option]
+    (dim, value_dim, type_name), given = KINDS[kind], OPTIONS[option]
+    dtype = getattr(torch, type_name)
 
     def leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-        half_or_single = getattr(torch, dtype)
-        return [
-            torch.randn(s, device="cuda", dtype=half_or_single, requires_grad=True) for s in shapes
-        ]
+        return [torch.randn(s, device="cuda", dtype=dtype, requires_grad=True) for s in shapes]
 
     q, k, v = leaves((1, 4, 1, dim), (1, 2, 1, dim), (1, 2, 1, value_dim))
     tier = choose(q, k, v, new_problem(head_dim=dim, **given)).tier
@@ -160,8 +158,8 @@ def main() -> int:
             print("the problems do not run without a sanitizer either", file=sys.stderr)
             return 1
         handovers = "racecheck" in arguments.checks and reports_control(sanitizer)
-        watched_programs = product(arguments.checks, programs)
-        return int(any([*pool.map(lambda x: fails(sanitizer, *x, handovers), watched_programs)]))
+        checks = product(arguments.checks, programs)
+        return int(any([*pool.map(lambda x: fails(sanitizer, *x, handovers), checks)]))
 
 
 def watched(sanitizer: str, check: str, program: list[str]) -> subprocess.CompletedProcess[str]:

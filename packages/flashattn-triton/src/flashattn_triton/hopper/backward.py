@@ -162,11 +162,10 @@ class HopperBackwardCall:
 
         fp32 = torch.float32
         left, right = problem.band
-        stores = ordered and persistent
         # Under a causal mask the first of few tiles of keys is all that a good part of the queries
         # see. In longer sequences zeros cost less than the choice in each step.
-        if width <= 128 and not packed and (left, right) == (None, 0) and n_keys <= 1024:
-            stores = True
+        short = not packed and (left, right) == (None, 0) and n_keys <= 1024
+        stores = persistent and (ordered or short)
         self.preprocess = hopper_launch(
             preprocess_kernel,
             programs[0],

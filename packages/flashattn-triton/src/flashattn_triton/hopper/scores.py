@@ -85,7 +85,7 @@ def scores_tile(s, tanh_scale, first_row, first_key, band, masked, OPTIONS: gl.c
     if tanh_scale is not None:
         s = tanh(s * tanh_scale)
     if masked:
-        # Scores whose exponential is 0, and no maximum.
+        # The exponential of such a score is 0, and it is no row's maximum.
         HIDDEN: gl.constexpr = float("inf") if OPTIONS.negative else -float("inf")
         s = where_seen(s, first_row, first_key, band, OPTIONS, HIDDEN)
     return s

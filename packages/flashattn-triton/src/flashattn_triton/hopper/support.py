@@ -239,7 +239,10 @@ def reciprocal(x):
 
 @gluon.constexpr_function
 def _selection(seen, other):
-    """PTX that keeps $1 if the predicate holds that instructions set, else 0 or an infinity."""
+    """PTX of $1 where the instructions ``seen`` set the predicate ``seen``, else of ``other``.
+
+    ``other``: 0 or an infinity.
+    """
     bits = "00000000" if other == 0 else "7F800000" if other > 0 else "FF800000"
     return f"{{ .reg .pred seen; {seen} selp.f32 $0, $1, 0f{bits}, seen; }}"
 
@@ -248,8 +251,9 @@ def _selection(seen, other):
 def keep_where(COMPARISON: gl.constexpr, x, a, b, OTHER: gl.constexpr):
     """fp32 ``x`` where the COMPARISON ("lt" or "ge") of int32 ``a`` and ``b`` holds, else OTHER.
 
-    In PTX, because LLVM packs the results of many comparisons into one number, and tests its bits
-    one by one: 1.4 times as many instructions in a step under a mask.
+    In PTX, because LLVM packs the results of many comparisons into the bits of one number and tests
+    these one by one: at head_dim 64, 1.4 times as many instructions in a backward step on the
+    diagonal.
     """
     PTX: gl.constexpr = _selection(f"setp.{COMPARISON}.s32 seen, $2, $3;", OTHER)
     return gl.inline_asm_elementwise(
