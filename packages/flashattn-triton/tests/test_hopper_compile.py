@@ -89,24 +89,23 @@ MORE_SPILLS = {
     ("3.6", "backward", 128, "full, ordered"): (8, 0),
     ("3.7", "backward", 128, "full, ordered"): (8, 0),
     # dK and dV take two thirds of the registers.
-    ("3.6", "backward", 192, "causal"): (540, 7),
-    ("3.6", "backward", 192, "causal, ordered"): (660, 10),
-    ("3.6", "backward", 192, "causal, packed"): (348, 2),
-    ("3.6", "backward", 192, "causal, soft-cap"): (728, 11),
-    ("3.7", "backward", 192, "causal"): (556, 7),
-    ("3.7", "backward", 192, "causal, ordered"): (656, 10),
-    ("3.7", "backward", 192, "causal, packed"): (364, 2),
-    ("3.7", "backward", 192, "causal, soft-cap"): (764, 13),
+    ("3.6", "backward", 192, "causal"): (648, 9),
+    ("3.6", "backward", 192, "causal, ordered"): (620, 11),
+    ("3.6", "backward", 192, "causal, packed"): (452, 6),
+    ("3.6", "backward", 192, "causal, soft-cap"): (872, 14),
+    ("3.7", "backward", 192, "causal"): (648, 8),
+    ("3.7", "backward", 192, "causal, ordered"): (636, 10),
+    ("3.7", "backward", 192, "causal, packed"): (436, 6),
+    ("3.7", "backward", 192, "causal, soft-cap"): (788, 12),
     ("3.7", "backward", 192, "full"): (152, 1),
-    ("3.8", "backward", 192, "causal"): (376, 4),
-    ("3.8", "backward", 192, "causal, ordered"): (464, 7),
-    ("3.8", "backward", 192, "causal, packed"): (244, 4),
-    ("3.8", "backward", 192, "causal, soft-cap"): (680, 11),
-    ("3.9", "backward", 192, "causal"): (632, 11),
-    ("3.9", "backward", 192, "causal, ordered"): (548, 8),
-    ("3.9", "backward", 192, "causal, packed"): (556, 11),
-    ("3.9", "backward", 192, "causal, soft-cap"): (1068, 27),
-    ("3.9", "backward", 192, "window"): (868, 0),
+    ("3.8", "backward", 192, "causal"): (480, 6),
+    ("3.8", "backward", 192, "causal, ordered"): (388, 6),
+    ("3.8", "backward", 192, "causal, packed"): (424, 9),
+    ("3.8", "backward", 192, "causal, soft-cap"): (688, 11),
+    ("3.9", "backward", 192, "causal"): (544, 8),
+    ("3.9", "backward", 192, "causal, ordered"): (592, 10),
+    ("3.9", "backward", 192, "causal, packed"): (432, 9),
+    ("3.9", "backward", 192, "causal, soft-cap"): (948, 22),
 }
 
 _spec = importlib.util.spec_from_file_location("compile_hopper", SCRIPT)
@@ -272,3 +271,18 @@ def test_a_mask_takes_at_most_half_as_many_instructions_again(rows: list[dict[st
     for row in rows:
         if row["kernel"] == "hopper_backward_kernel":
             assert max(row["steps"]) <= 1.5 * min(row["steps"]), row
+
+
+@pytest.mark.slow
+def test_a_mask_leaves_the_steps_over_whole_tiles_as_they_are(rows: list[dict[str, Any]]) -> None:
+    """Where their operands' addresses leave the uniform registers, they take a sixth more."""
+    kernels = {"hopper_backward_kernel", "wide_backward_kernel"}
+    steps: dict[int, dict[str, list[int]]] = {}
+    for row in rows:
+        if row["kernel"] in kernels and row["options"].keys() <= {"causal", "window", "scale"}:
+            of_head = steps.setdefault(row["head_dim"], {})
+            of_head.setdefault(mask_of(row), []).append(min(row["steps"]))
+    assert steps.keys() >= {64, 96, 128, 192}
+    for of_head in steps.values():
+        longest = max(n for of_mask in of_head.values() for n in of_mask)
+        assert longest <= 1.1 * min(of_head["full"]), of_head

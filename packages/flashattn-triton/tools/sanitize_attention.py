@@ -1,6 +1,6 @@
 """Runs flashattn-triton's kernels on small problems under NVIDIA's compute-sanitizer.
 
-    python tools/sanitize_attention.py [--checks memcheck racecheck] [--sanitizer PATH]
+    python tools/sanitize_attention.py [--checks memcheck racecheck] [--kinds 0 2]
 
 Forward and backward of every kind of problem, by the portable kernels and, where another tier takes
 a problem, by that one too. Everything is compiled first, at full speed and in parallel; then each
@@ -131,6 +131,8 @@ def main() -> int:
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=["memcheck", "racecheck"])
     parser.add_argument("--sanitizer", type=Path, help="the compute-sanitizer program")
     parser.add_argument("--implementations", nargs="+", default=["triton", "auto"])
+    kinds = range(len(KINDS))
+    parser.add_argument("--kinds", nargs="+", type=int, default=kinds, help="numbers in KINDS")
     parser.add_argument("--quick", action="store_true", help="half types and plain masks only")
     # What is run in the processes that are watched:
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -145,12 +147,13 @@ def main() -> int:
         print("compute-sanitizer was not found; say where it is by --sanitizer", file=sys.stderr)
         return 2
     quick = ["--quick"] if arguments.quick else []
-    kinds = {"auto": HOPPER}
+    n_kinds = {"auto": HOPPER}
     programs = [
         [sys.executable, __file__, "--run", implementation, "--kind", str(kind),
          "--option", str(option), *quick]
         for implementation in arguments.implementations
-        for kind in range(2 if quick else kinds.get(implementation, len(KINDS)))
+        for kind in arguments.kinds
+        if kind < (2 if quick else n_kinds.get(implementation, len(KINDS)))
         for option in range(2 if quick else len(OPTIONS))
     ]  # fmt: skip
     with ThreadPoolExecutor(os.cpu_count()) as pool:

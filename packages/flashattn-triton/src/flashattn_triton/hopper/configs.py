@@ -116,7 +116,7 @@ BACKWARD = {
     (128, True): BackwardConfig(queries=64, spills=0),
     (128, False): BackwardConfig(queries=64, spills=0),
     # Queries are computed in halves, dK and dV take two thirds of the registers.
-    (192, True): BackwardConfig(queries=64, spills=540),
+    (192, True): BackwardConfig(queries=64, spills=648),
     (192, False): BackwardConfig(queries=64, spills=148),
     (256, True): BackwardConfig(queries=128, spills=0, keys=64),
     (256, False): BackwardConfig(queries=128, spills=0, keys=64),
@@ -131,7 +131,7 @@ FORWARD_WINDOW = {
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=136),
     128: BackwardConfig(queries=64, spills=68),
-    192: BackwardConfig(queries=64, spills=712),
+    192: BackwardConfig(queries=64, spills=624),
     256: BackwardConfig(queries=128, spills=0, keys=64),
 }
 

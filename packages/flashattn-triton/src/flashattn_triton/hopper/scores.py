@@ -22,12 +22,13 @@ def tanh(x):
 
 
 @gluon.jit
-def _only_columns(x, first, stop, OTHER: gl.constexpr):
+def _only_columns(x, first, stop, n_rows, OTHER: gl.constexpr):
     """``x`` in the columns of each row from its ``first`` to its ``stop`` - 1, OTHER elsewhere.
 
-    ``first``, ``stop``: (rows,) int32 tensors; one of them may be None. Of every eight columns of a
-    row, four threads hold two neighbours each. What is known of a column when the kernel is
-    compiled is compared with the bound less what only the thread knows.
+    ``first``, ``stop``: (rows,) int32 tensors; one of them may be None. ``n_rows``: with ``first``,
+    the rows from this one on are OTHER; or None. Of every eight columns of a row, four threads hold
+    two neighbours each. What is known of a column when the kernel is compiled is compared with the
+    bound less what only the thread knows.
     """
     LAYOUT: gl.constexpr = x.type.layout
     pairs = gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
@@ -40,13 +41,25 @@ def _only_columns(x, first, stop, OTHER: gl.constexpr):
     columns = gl.expand_dims(gl.expand_dims(eights, 2), 3)
     columns += gl.expand_dims(gl.expand_dims(neighbours, 0), 1)
     past = gl.expand_dims(gl.expand_dims(threads, 0), 1)
+    bound = stop if first is None else first
+    behind = x.shape[1]
+    if x.shape[1] < 64:
+        # Here the columns' numbers depend on the step, and the bounds do not. The other way round,
+        # Triton 3.9 computes the addresses of a wide head's operands in registers of each thread.
+        columns -= _each_row(bound, PAIRS)
+        bound *= 0
+        behind = 1 << 30
+    if n_rows is not None:
+        rows = gl.arange(0, x.shape[0], bound.type.layout)
+        bound = gl.where(rows < n_rows, bound, behind)
+    bound = _each_row(bound, PAIRS) - past
     if first is None:
-        pairs = keep_where("lt", pairs, columns, _each_row(stop, PAIRS) - past, OTHER)
+        pairs = keep_where("lt", pairs, columns, bound, OTHER)
     elif stop is None:
-        pairs = keep_where("ge", pairs, columns, _each_row(first, PAIRS) - past, OTHER)
+        pairs = keep_where("ge", pairs, columns, bound, OTHER)
     else:
         n_seen = _each_row(gl.maximum(stop - first, 0), PAIRS)
-        pairs = keep_between(pairs, columns, _each_row(first, PAIRS) - past, n_seen, OTHER)
+        pairs = keep_between(pairs, columns, bound, n_seen, OTHER)
     return gl.convert_layout(gl.reshape(pairs, x.shape), LAYOUT, assert_trivial=True)
 
 
@@ -70,7 +83,7 @@ def where_seen(x, first_row, first_key, band, OPTIONS: gl.constexpr, OTHER: gl.c
         stop = gl.minimum(stop, diagonal + 1)
     if OPTIONS.has_left:
         first = diagonal - width
-    return _only_columns(x, first, stop, OTHER)
+    return _only_columns(x, first, stop, None, OTHER)
 
 
 @gluon.jit
@@ -108,11 +121,10 @@ def probabilities(s, scale_log2, diagonal, limits, OPTIONS: gl.constexpr, MASKED
         stop = None
         if OPTIONS.is_causal:
             first = keys - diagonal
-        if OPTIONS.ragged:
-            first = gl.where(keys < n_keys, first, s.shape[1])
         if OPTIONS.has_left:
             stop = keys - diagonal + band + 1
-        exponents = _only_columns(exponents, first, stop, -float("inf"))
+        n_keys = n_keys if OPTIONS.ragged else None
+        exponents = _only_columns(exponents, first, stop, n_keys, -float("inf"))
     return exp2(exponents)
 
 
