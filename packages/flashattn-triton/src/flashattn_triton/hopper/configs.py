@@ -129,8 +129,8 @@ FORWARD_WINDOW = {
     256: replace(_WIDE, rounds=2, spills=136),
 }
 BACKWARD_WINDOW = {
-    64: BackwardConfig(queries=128, spills=136),
-    128: BackwardConfig(queries=64, spills=68),
+    64: BackwardConfig(queries=128, spills=120),
+    128: BackwardConfig(queries=64, spills=0),
     192: BackwardConfig(queries=64, spills=624),
     256: BackwardConfig(queries=128, spills=0, keys=64),
 }

@@ -41,6 +41,8 @@ def _only_columns(x, first, stop, n_rows, OTHER: gl.constexpr):
     columns = gl.expand_dims(gl.expand_dims(eights, 2), 3)
     columns += gl.expand_dims(gl.expand_dims(neighbours, 0), 1)
     past = gl.expand_dims(gl.expand_dims(threads, 0), 1)
+    if first is not None and stop is not None:
+        n_seen = _each_row(gl.maximum(stop - first, 0), PAIRS)
     bound = stop if first is None else first
     behind = x.shape[1]
     if x.shape[1] < 64:
@@ -58,7 +60,6 @@ def _only_columns(x, first, stop, n_rows, OTHER: gl.constexpr):
     elif stop is None:
         pairs = keep_where("ge", pairs, columns, bound, OTHER)
     else:
-        n_seen = _each_row(gl.maximum(stop - first, 0), PAIRS)
         pairs = keep_between(pairs, columns, bound, n_seen, OTHER)
     return gl.convert_layout(gl.reshape(pairs, x.shape), LAYOUT, assert_trivial=True)
 
