@@ -184,23 +184,23 @@ def allowed(row: dict[str, Any]) -> tuple[int, int]:
     return MORE_SPILLS.get(kind, (config_of(row).spills, 0))
 
 
-def unmasked_loops(row: dict[str, Any]) -> list[int]:
-    """Accesses to spilled registers in each consumer's loop over whole tiles.
+def unmasked_loops(row: dict[str, Any], what: str = "loops") -> list[int]:
+    """``what`` of each consumer's loop over whole tiles: accesses to spilled registers, or "steps".
 
     Forward, a window's left edge has a loop after it. Backward, the loop without a mask is the
     last, unless a window's left edge follows; of the widest heads dQ has a left edge before the
     others, and of dK and dV all loops count, of which one consumer has more.
     """
     if row["kernel"] == "key_pass_kernel":
-        return list(row["loops"])
+        return list(row[what])
     after = int("window" in row["options"])
     consumers = config_of(row).consumers if row["direction"] == "forward" else 2
-    loops_of_one, rest = divmod(len(row["loops"]), consumers)
+    loops_of_one, rest = divmod(len(row[what]), consumers)
     assert not rest, row
     if row["direction"] == "forward":
         assert loops_of_one == 1 + after, row
     which = after if row["kernel"] == "query_pass_kernel" else loops_of_one - 1 - after
-    return list(row["loops"][which::loops_of_one])
+    return list(row[what][which::loops_of_one])
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -274,15 +274,19 @@ def test_a_mask_takes_at_most_half_as_many_instructions_again(rows: list[dict[st
 
 @pytest.mark.slow
 def test_a_mask_leaves_the_steps_over_whole_tiles_as_they_are(rows: list[dict[str, Any]]) -> None:
-    """Where their operands' addresses leave the uniform registers, they take a sixth more."""
+    """Under Triton 3.9 those of 192 columns once had 688 instructions under a causal mask, not 597.
+
+    Compared with kernels of the same head_dim without a mask. Soft-caps and additions in order have
+    instructions of their own.
+    """
     kernels = {"hopper_backward_kernel", "wide_backward_kernel"}
     steps: dict[int, dict[str, list[int]]] = {}
     for row in rows:
         if row["kernel"] in kernels and row["options"].keys() <= {"causal", "window", "scale"}:
             of_head = steps.setdefault(row["head_dim"], {})
-            of_head.setdefault(mask_of(row), []).append(min(row["steps"]))
-    steps = {head_dim: of_head for head_dim, of_head in steps.items() if "full" in of_head}
-    assert steps.keys() >= {64, 128, 192}
-    for of_head in steps.values():
+            of_head.setdefault(mask_of(row), []).extend(unmasked_loops(row, "steps"))
+    compared = [of_head for of_head in steps.values() if len(of_head) > 1 and "full" in of_head]
+    assert len(compared) >= 3, "head_dim 64, 128 and 192"
+    for of_head in compared:
         longest = max(n for of_mask in of_head.values() for n in of_mask)
         assert longest <= 1.1 * min(of_head["full"]), of_head

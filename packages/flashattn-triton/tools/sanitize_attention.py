@@ -1,6 +1,7 @@
 """Runs flashattn-triton's kernels on small problems under NVIDIA's compute-sanitizer.
 
     python tools/sanitize_attention.py [--checks memcheck racecheck] [--kinds 0 2]
+                                       [--sanitizer PATH]
 
 Forward and backward of every kind of problem, by the portable kernels and, where another tier takes
 a problem, by that one too. Everything is compiled first, at full speed and in parallel; then each
@@ -20,7 +21,8 @@ Of racecheck's reports two kinds are counted, and are not errors:
   there, it is an error here. Such handovers are also tested on random schedules, by
   tests/test_hopper_protocol.py.
 
-Exit status 1 if a check reports an error, 2 if the sanitizer is not found.
+Exit status 1 if a check reports an error, 2 if the sanitizer is not found
+or there is nothing to run.
 """
 
 from __future__ import annotations
@@ -131,8 +133,15 @@ def main() -> int:
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=["memcheck", "racecheck"])
     parser.add_argument("--sanitizer", type=Path, help="the compute-sanitizer program")
     parser.add_argument("--implementations", nargs="+", default=["triton", "auto"])
-    kinds = range(len(KINDS))
-    parser.add_argument("--kinds", nargs="+", type=int, default=kinds, help="numbers in KINDS")
+    kinds = [f"{i}: {dim}/{value_dim} {dtype}" for i, (dim, value_dim, dtype) in enumerate(KINDS)]
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        type=int,
+        choices=range(len(KINDS)),
+        default=range(len(KINDS)),
+        help="columns of query and key, columns of value, type: " + ", ".join(kinds),
+    )
     parser.add_argument("--quick", action="store_true", help="half types and plain masks only")
     # What is run in the processes that are watched:
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -156,6 +165,9 @@ def main() -> int:
         if kind < (2 if quick else n_kinds.get(implementation, len(KINDS)))
         for option in range(2 if quick else len(OPTIONS))
     ]  # fmt: skip
+    if not programs:
+        print("none of these implementations takes any of these kinds", file=sys.stderr)
+        return 2
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         if any(pool.map(lambda x: subprocess.run(x, check=False).returncode, programs)):
             print("the problems do not run without a sanitizer either", file=sys.stderr)

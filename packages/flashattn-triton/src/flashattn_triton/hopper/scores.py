@@ -28,7 +28,7 @@ def _only_columns(x, first, stop, n_rows, OTHER: gl.constexpr):
     ``first``, ``stop``: (rows,) int32 tensors; one of them may be None. ``n_rows``: with ``first``,
     the rows from this one on are OTHER; or None. Of every eight columns of a row, four threads hold
     two neighbours each. What is known of a column when the kernel is compiled is compared with the
-    bound less what only the thread knows.
+    bound less what only the thread knows; of less than 64 columns, less the bound.
     """
     LAYOUT: gl.constexpr = x.type.layout
     pairs = gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
@@ -46,11 +46,12 @@ def _only_columns(x, first, stop, n_rows, OTHER: gl.constexpr):
     bound = stop if first is None else first
     behind = x.shape[1]
     if x.shape[1] < 64:
-        # Here the columns' numbers depend on the step, and the bounds do not. The other way round,
-        # Triton 3.9 computes the addresses of a wide head's operands in registers of each thread.
+        # The backward kernel of 192 columns, which takes halves of 32 queries. Were the bounds to
+        # depend on the step, as below, Triton 3.9 would compute the addresses of its operands in
+        # registers of each thread.
         columns -= _each_row(bound, PAIRS)
         bound *= 0
-        behind = 1 << 30
+        behind = 1 << 30  # more than any two positions differ by
     if n_rows is not None:
         rows = gl.arange(0, x.shape[0], bound.type.layout)
         bound = gl.where(rows < n_rows, bound, behind)
