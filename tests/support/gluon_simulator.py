@@ -474,6 +474,11 @@ class Machine:
         barrier.arrive(self.here.name, threads, own)
         self.pause()
 
+    def named_arrive_soon(self, index: int, threads: int) -> None:
+        if self.here.products:
+            raise SimulationError(f"{self.here.name} has a product in flight")
+        self.named_arrive(index, threads)
+
     def named_arrive_at_one(self, index: int, which: int, threads: int) -> None:
         if which not in (0, 1):
             raise SimulationError(f"barrier {which} of two")
@@ -689,6 +694,7 @@ def load(module: types.ModuleType, machine: Machine, **changes: Any) -> dict[str
         "named_barrier_arrive": machine.named_arrive,
         "named_barrier_sync_at": machine.named_sync,
         "named_barrier_arrive_at": machine.named_arrive,
+        "named_barrier_arrive_soon_at": machine.named_arrive_soon,
         "named_barrier_arrive_at_one": machine.named_arrive_at_one,
     }
     known = set(names)

@@ -845,6 +845,11 @@ def test_the_simulation_finds_what_is_wrong(
         all_schedules()
 
 
+def test_the_simulation_finds_releases_while_products_are_in_flight() -> None:
+    with pytest.raises(SimulationError, match="has a product in flight"):
+        check_forward(problem_of((650, 400), 64), 0, wait_for_columns=lambda accs, pending: accs)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

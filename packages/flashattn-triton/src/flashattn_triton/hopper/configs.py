@@ -79,7 +79,9 @@ class BackwardConfig:
         return self.keys == 64
 
 
-_TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=240)
+# With 240 registers for each consumer, the producer would have 24, and spill.
+_TWO = ForwardConfig(consumers=2, keys=128, stages=2, registers=232)
+_TWO_64 = replace(_TWO, registers=240)
 _THREE = replace(_TWO, consumers=3, registers=160, products_first=True, head_cost=0.001)
 # One consumer's softmax beside two others' products, not beside its own.
 _IN_ORDER = replace(_THREE, products_first=False, in_order=True, over_queries=True)
@@ -93,10 +95,10 @@ ROWS_AT_ONCE = 132 * 128
 # many queries, which shape. Tiles of 128 queries leave less of the last tile empty than of 192.
 FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (64, True): (
-        (1024, replace(_TWO, rounds=2, halves=True, head_cost=0.001, spills=12)),
+        (1024, replace(_TWO_64, rounds=2, halves=True, head_cost=0.001, spills=12)),
         (math.inf, replace(_THREE, rounds=8)),
     ),
-    (64, False): ((1024, _TWO), (math.inf, _THREE)),
+    (64, False): ((1024, _TWO_64), (math.inf, _THREE)),
     (96, True): (
         (2048, replace(_TWO, rounds=2)),
         (math.inf, replace(_IN_ORDER, rounds=4)),
@@ -123,10 +125,10 @@ BACKWARD = {
 }
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
-    64: replace(_TWO, rounds=2, products_first=True, spills=108),
+    64: replace(_TWO_64, rounds=2, products_first=True, spills=108),
     128: replace(_TWO, rounds=2, spills=100),
     192: replace(_NARROW_VALUES, rounds=2, spills=196),
-    256: replace(_WIDE, rounds=2, spills=136),
+    256: replace(_WIDE, rounds=2, registers=240, spills=136),
 }
 BACKWARD_WINDOW = {
     64: BackwardConfig(queries=128, spills=120),

@@ -84,6 +84,7 @@ from flashattn_triton.hopper.support import (
     exp2,
     named_barrier_arrive,
     named_barrier_arrive_at,
+    named_barrier_arrive_soon_at,
     named_barrier_sync,
     named_barrier_sync_at,
     new_barriers,
@@ -240,10 +241,14 @@ def _next_tile(finished, overflowed, round_index, begun, before, N_TILES, OPTION
 
 
 @gluon.jit
-def _release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr):
-    """A consumer has read a slot."""
+def _release(KIND: gl.constexpr, slot, OPTIONS: gl.constexpr, IN_FLIGHT: gl.constexpr = False):
+    """A consumer has read a slot; another product of it may be ``IN_FLIGHT``."""
+    THREADS: gl.constexpr = 128 * (OPTIONS.consumers + 1)
     named = OPTIONS.consumers + KIND * OPTIONS.stages + slot
-    named_barrier_arrive_at(named, 128 * (OPTIONS.consumers + 1))
+    if IN_FLIGHT:
+        named_barrier_arrive_at(named, THREADS)
+    else:
+        named_barrier_arrive_soon_at(named, THREADS)
 
 
 @gluon.jit
@@ -266,20 +271,44 @@ def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr)
 
 
 @gluon.jit
+def _load_keys(k_desc, at, head, first_key, tiles_done, k_full, k_smem, OPTIONS: gl.constexpr):
+    """Loads one tile of K, as soon as its slot is free. ``tiles_done``: tiles before, over all."""
+    KEY_BYTES: gl.constexpr = k_smem.shape[1] * OPTIONS.parts * k_smem.shape[2] * 2
+    slot, _phase = slot_and_phase(tiles_done, OPTIONS.stages)
+    full = k_full.index(slot)
+    _wait_for_release(KEY_SLOT, slot, OPTIONS)
+    mbarrier.expect(full, KEY_BYTES)
+    _load(k_desc, at, head, first_key, full, k_smem, slot, OPTIONS)
+
+
+@gluon.jit
+def _load_values(v_desc, at, head, first_key, tiles_done, v_full, v_smem, OPTIONS: gl.constexpr):
+    """Likewise of V."""
+    VALUE_BYTES: gl.constexpr = v_smem.shape[1] * v_smem.shape[2] * 2
+    slot, _phase = slot_and_phase(tiles_done, OPTIONS.stages)
+    full = v_full.index(slot)
+    _wait_for_release(VALUE_SLOT, slot, OPTIONS)
+    mbarrier.expect(full, VALUE_BYTES)
+    load_tile(v_desc, at, head, first_key, full, v_smem.index(slot), OPTIONS.packed)
+
+
+@gluon.jit
 def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
-    """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released."""
+    """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released.
+
+    In the order in which consumers ask for them: who adds P·V of tile j - 1 beside the scores of
+    tile j needs K of tile j first. Else V, whose slot is released last, would hold up K: 1 %.
+    """
     q_desc, k_desc, v_desc, _o_out = descriptors
     q_full, q_empty, k_full, v_full, finished = barriers
     q_smem, k_smem, v_smem, _o_smem, records, overflowed = buffers
     N_TILES, _N_QUERIES, _N_HEADS, HEADS_PER_KV, _GROUP = work[0]
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     STAGES: gl.constexpr = OPTIONS.stages
-    PARTS: gl.constexpr = OPTIONS.parts
     Q_SLOTS: gl.constexpr = OPTIONS.q_slots
     KEYS: gl.constexpr = k_smem.shape[1]
-    QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * PARTS * k_smem.shape[2] * 2
-    KEY_BYTES: gl.constexpr = KEYS * PARTS * k_smem.shape[2] * 2
-    VALUE_BYTES: gl.constexpr = KEYS * v_smem.shape[2] * 2
+    QUERY_BYTES: gl.constexpr = CONSUMERS * ROWS * OPTIONS.parts * k_smem.shape[2] * 2
+    LAG: gl.constexpr = 0 if OPTIONS.in_order else 1  # of V behind K, in tiles
     tiles_done = 0  # tiles of keys so far
     round_index = 0
     before = NO_TILE  # the tile of the round before the last, and of the last
@@ -304,17 +333,19 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
             row = first_row + c * ROWS
             q_tile = q_slot * CONSUMERS + c
             _load(q_desc, q_at, head, row, q_full.index(q_slot), q_smem, q_tile, OPTIONS)
-        for j in range(stop - start):
+        n_key_tiles = stop - start
+        for j in range(n_key_tiles + LAG):
             first_key = (stop - 1 - j) * KEYS
-            slot, _phase = slot_and_phase(tiles_done, STAGES)
-            _wait_for_release(KEY_SLOT, slot, OPTIONS)
-            mbarrier.expect(k_full.index(slot), KEY_BYTES)
-            _load(k_desc, k_at, kv_head, first_key, k_full.index(slot), k_smem, slot, OPTIONS)
-            _wait_for_release(VALUE_SLOT, slot, OPTIONS)
-            mbarrier.expect(v_full.index(slot), VALUE_BYTES)
-            v_tile = v_smem.index(slot)
-            load_tile(v_desc, k_at, kv_head, first_key, v_full.index(slot), v_tile, OPTIONS.packed)
-            tiles_done += 1
+            if j < n_key_tiles:
+                _load_keys(
+                    k_desc, k_at, kv_head, first_key, tiles_done + j, k_full, k_smem, OPTIONS
+                )  # fmt: skip
+            if j >= LAG:
+                _load_values(
+                    v_desc, k_at, kv_head, first_key + LAG * KEYS, tiles_done + j - LAG, v_full,
+                    v_smem, OPTIONS,
+                )  # fmt: skip
+        tiles_done += n_key_tiles
         round_index += 1
         before = last
         last = number
@@ -579,7 +610,7 @@ def _step(
             _release(VALUE_SLOT, before, OPTIONS)
         else:
             s = warpgroup_mma_wait(len(acc), deps=(s,))
-            _release(KEY_SLOT, slot, OPTIONS)
+            _release(KEY_SLOT, slot, OPTIONS, IN_FLIGHT=True)
     exponentials, factors, state = _softmax(
         s, scales, first_row, first_key, band, state, overflowed, OPTIONS, MASKED, SHIFTS
     )

@@ -330,6 +330,22 @@ def named_barrier_arrive_at(index, THREADS: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _arrival_before_a_wait(threads):
+    return f"{{ bar.arrive $1, {threads}; wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0; }}"
+
+
+@gluon.jit
+def named_barrier_arrive_soon_at(index, THREADS: gl.constexpr):
+    """:func:`named_barrier_arrive_at`, which ptxas does not put off. No product is in flight.
+
+    Otherwise it may come after all exponentials of a step. ptxas has waits for products early, and
+    leaves arrivals and waits in their order: so the arrival is followed by a wait, for nothing.
+    """
+    PTX: gl.constexpr = _arrival_before_a_wait(THREADS)
+    _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
+
+
+@gluon.constexpr_function
 def _arrival_at_one(first, threads):
     return f"""{{
         .reg .pred second;
