@@ -234,7 +234,9 @@ def assembled(kernel: Any) -> dict[str, Any]:
 
     registers: at entry. spills: bytes of a thread, stores and loads. warnings: codes. shared: bytes
     of a block. loops: counts of LDL and STL in each of :func:`inner_loops`, in the order of the
-    code. steps: of all instructions there. loads: as of :func:`loads_before_arrivals`.
+    code. steps: of all instructions there. after: the share of its exponentials (or other work of
+    the special function unit) that comes after the last barrier of such a step. loads: as of
+    :func:`loads_before_arrivals`.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -250,6 +252,7 @@ def assembled(kernel: Any) -> dict[str, Any]:
         "shared": kernel.metadata.shared,
         "loops": [body.count("LDL") + body.count("STL") for body in loops],
         "steps": [len(body) for body in loops],
+        "after": [after_last_barrier(body) for body in loops],
         "loads": loads_before_arrivals(sass),
     }
 
@@ -261,6 +264,12 @@ def output(command: list[Any]) -> str:
 
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?([A-Z0-9]+)\S* ?([^;]*);")
+
+
+def after_last_barrier(body: list[str]) -> float:
+    """Which share of all MUFU in a loop comes after its last hardware barrier."""
+    last = max((i for i, op in enumerate(body) if op == "BAR"), default=0)
+    return body[last:].count("MUFU") / max(body.count("MUFU"), 1)
 
 
 def loads_before_arrivals(sass: str) -> list[int]:

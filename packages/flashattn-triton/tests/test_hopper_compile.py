@@ -34,28 +34,22 @@ SERIALISED = {"C7512", "C7514", "C7515"}
 MORE_SPILLS = {
     ("3.7", "forward", 64, "causal"): (36, 0),
     ("3.7", "forward", 64, "window"): (140, 0),
-    ("3.7", "forward", 128, "window"): (108, 0),
-    ("3.7", "forward", 192, "causal"): (76, 0),
-    ("3.7", "forward", 192, "full"): (96, 0),
-    ("3.7", "forward", 192, "window"): (236, 0),
+    ("3.7", "forward", 192, "window"): (232, 0),
     ("3.7", "forward", 256, "causal"): (36, 0),
     ("3.7", "forward", 256, "causal, packed"): (24, 0),
     ("3.7", "forward", 256, "full"): (36, 0),
     ("3.7", "forward", 256, "window"): (212, 0),
     ("3.8", "forward", 64, "causal"): (36, 0),
     ("3.8", "forward", 64, "window"): (140, 0),
-    ("3.8", "forward", 128, "causal, soft-cap"): (36, 0),
-    ("3.8", "forward", 128, "window"): (108, 0),
-    ("3.8", "forward", 128, "window, soft-cap"): (132, 0),
-    ("3.8", "forward", 192, "window"): (208, 0),
     ("3.8", "forward", 256, "causal"): (36, 0),
-    ("3.8", "forward", 256, "causal, packed"): (32, 0),
+    ("3.8", "forward", 256, "causal, packed"): (24, 0),
     ("3.8", "forward", 256, "full"): (56, 0),
-    ("3.8", "forward", 256, "window"): (232, 0),
+    ("3.8", "forward", 256, "window"): (240, 0),
     ("3.9", "forward", 64, "causal, soft-cap"): (28, 0),
     ("3.9", "forward", 64, "window"): (140, 0),
-    ("3.9", "forward", 192, "causal, packed"): (48, 0),
-    ("3.9", "forward", 256, "full"): (24, 0),
+    ("3.9", "forward", 256, "causal"): (56, 0),
+    ("3.9", "forward", 256, "causal, packed"): (24, 0),
+    ("3.9", "forward", 256, "full"): (56, 0),
     ("3.9", "forward", 256, "window"): (176, 0),
     ("3.6", "backward", 256, "window, packed, ordered, soft-cap"): (152, 0),
     ("3.7", "backward", 64, "causal"): (120, 0),
@@ -262,6 +256,24 @@ def test_the_loop_over_whole_tiles_spills_no_more_than_said(rows: list[dict[str,
         of_window = row["direction"] == "backward" and "window" in row["options"]
         if not of_window or width_of(row) <= 128:
             assert max(unmasked_loops(row)) <= allowed(row)[1], row
+
+
+@pytest.mark.slow
+def test_values_are_released_before_half_of_the_exponentials(rows: list[dict[str, Any]]) -> None:
+    """In forward steps over whole tiles, where ptxas once put the release behind all of them.
+
+    With P·V in order, or of 256 columns, that product itself takes as long; and under Triton 3.9
+    ptxas has the release late at more than 64 columns, whatever follows it.
+    """
+    checked = 0
+    for row in rows:
+        if row["direction"] == "backward" or row["options"].get("softcap"):
+            continue
+        widest = 64 if row["triton"].startswith("3.9.") else 192
+        if width_of(row) <= widest and not config_of(row).in_order:
+            checked += 1
+            assert min(row["after"]) >= 0.5, row
+    assert checked
 
 
 @pytest.mark.slow

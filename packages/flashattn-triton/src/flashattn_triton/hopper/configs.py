@@ -106,8 +106,8 @@ FORWARD: dict[tuple[int, bool], tuple[tuple[float, ForwardConfig], ...]] = {
     (96, False): ((1024, _TWO), (math.inf, _IN_ORDER)),
     (128, True): ((2048, replace(_TWO, rounds=2)), (math.inf, replace(_TWO, rounds=4))),
     (128, False): ((2048, _TWO), (math.inf, replace(_TWO, over_queries=True))),
-    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4, spills=44)),),
-    (192, False): ((math.inf, replace(_NARROW_VALUES, spills=16)),),
+    (192, True): ((math.inf, replace(_NARROW_VALUES, rounds=4)),),
+    (192, False): ((math.inf, _NARROW_VALUES),),
     (256, True): ((math.inf, replace(_WIDE, rounds=4, spills=12)),),
     (256, False): ((math.inf, replace(_WIDE, spills=12)),),
 }
@@ -126,7 +126,7 @@ BACKWARD = {
 # Where a window has a left edge, whatever the mask. Keys: width of tiles.
 FORWARD_WINDOW = {
     64: replace(_TWO_64, rounds=2, products_first=True, spills=108),
-    128: replace(_TWO, rounds=2, spills=100),
+    128: replace(_TWO, rounds=2, spills=88),
     192: replace(_NARROW_VALUES, rounds=2, spills=196),
     256: replace(_WIDE, rounds=2, registers=240, spills=136),
 }
