@@ -267,8 +267,8 @@ INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+ )?([A-Z0-9]+)\S* ?
 
 
 def after_last_barrier(body: list[str]) -> float:
-    """Which share of all MUFU in a loop comes after its last hardware barrier."""
-    last = max((i for i, op in enumerate(body) if op == "BAR"), default=0)
+    """Which share of all MUFU in a loop comes after its last hardware barrier; 0 without one."""
+    last = max((i for i, op in enumerate(body) if op == "BAR"), default=len(body))
     return body[last:].count("MUFU") / max(body.count("MUFU"), 1)
 
 

@@ -260,19 +260,23 @@ def test_the_loop_over_whole_tiles_spills_no_more_than_said(rows: list[dict[str,
 
 @pytest.mark.slow
 def test_values_are_released_before_half_of_the_exponentials(rows: list[dict[str, Any]]) -> None:
-    """In forward steps over whole tiles, where ptxas once put the release behind all of them.
+    """In forward steps over whole tiles, where ptxas once left the release behind all of them.
 
-    With P·V in order, or of 256 columns, that product itself takes as long; and under Triton 3.9
-    ptxas has the release late at more than 64 columns, whatever follows it.
+    P·V in order begins after them, and that of 256 columns takes longer. A soft-cap has as much to
+    do before them. Under Triton 3.9 ptxas has the release early only where it follows the wait for
+    both products.
     """
     checked = 0
     for row in rows:
         if row["direction"] == "backward" or row["options"].get("softcap"):
             continue
-        widest = 64 if row["triton"].startswith("3.9.") else 192
-        if width_of(row) <= widest and not config_of(row).in_order:
+        config = config_of(row)
+        late = config.in_order or width_of(row) > 192
+        if row["triton"].startswith("3.9."):
+            late = not config.products_first
+        if not late:
             checked += 1
-            assert min(row["after"]) >= 0.5, row
+            assert min(unmasked_loops(row, "after")) >= 0.5, row
     assert checked
 
 

@@ -297,7 +297,7 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released.
 
     In the order in which consumers ask for them: who adds P·V of tile j - 1 beside the scores of
-    tile j needs K of tile j first. Else V, whose slot is released last, would hold up K: 1 %.
+    tile j needs K of tile j first. V, whose slot is released last, would hold up K: 1 % at 128.
     """
     q_desc, k_desc, v_desc, _o_out = descriptors
     q_full, q_empty, k_full, v_full, finished = barriers

@@ -338,8 +338,8 @@ def _arrival_before_a_wait(threads):
 def named_barrier_arrive_soon_at(index, THREADS: gl.constexpr):
     """:func:`named_barrier_arrive_at`, which ptxas does not put off. No product is in flight.
 
-    Otherwise it may come after all exponentials of a step. ptxas has waits for products early, and
-    leaves arrivals and waits in their order: so the arrival is followed by a wait, for nothing.
+    Otherwise it may come after all exponentials of a step. ptxas schedules waits for products
+    early, and never before an arrival that is written before them. So a wait for nothing follows.
     """
     PTX: gl.constexpr = _arrival_before_a_wait(THREADS)
     _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
