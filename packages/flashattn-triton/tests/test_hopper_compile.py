@@ -263,8 +263,8 @@ def test_values_are_released_before_half_of_the_exponentials(rows: list[dict[str
     """In forward steps over whole tiles, where ptxas once left the release behind all of them.
 
     P·V in order begins after them, and that of 256 columns takes longer. A soft-cap has as much to
-    do before them. Under Triton 3.9 it is early in all kernels only where it follows the wait for
-    both products.
+    do before them. Under Triton 3.9 only kernels that wait for both products first are sure to
+    release V early.
     """
     checked = 0
     for row in rows:

@@ -272,7 +272,10 @@ def _load(descriptor, at, head, row, barrier, smem, tile, OPTIONS: gl.constexpr)
 
 @gluon.jit
 def _load_keys(k_desc, at, head, first_key, tiles_done, k_full, k_smem, OPTIONS: gl.constexpr):
-    """Loads one tile of K, as soon as its slot is free. ``tiles_done``: tiles before, over all."""
+    """Loads a tile of K as soon as its slot is free.
+
+    ``tiles_done``: tiles of keys before it, for all tiles of queries so far.
+    """
     KEY_BYTES: gl.constexpr = k_smem.shape[1] * OPTIONS.parts * k_smem.shape[2] * 2
     slot, _phase = slot_and_phase(tiles_done, OPTIONS.stages)
     full = k_full.index(slot)
@@ -297,7 +300,8 @@ def _producer(descriptors, barriers, buffers, work, OPTIONS: gl.constexpr):
     """Loads each tile's Q once and its K and V tile by tile, into slots that consumers released.
 
     In the order in which consumers ask for them: who adds P·V of tile j - 1 beside the scores of
-    tile j needs K of tile j first. V, whose slot is released last, would hold up K: 1 % at 128.
+    tile j needs K of tile j first. V first, whose slot is released last, would hold up K: 1 % at
+    head_dim 128.
     """
     q_desc, k_desc, v_desc, _o_out = descriptors
     q_full, q_empty, k_full, v_full, finished = barriers

@@ -297,8 +297,8 @@ def to_operand(x, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _barrier_instruction(operation, barrier, threads):
-    return f"{{ {operation} {barrier}, {threads}; mov.b32 $0, 0; }}"
+def _barrier_instruction(operation, barrier, threads, then=""):
+    return f"{{ {operation} {barrier}, {threads};{then} mov.b32 $0, 0; }}"
 
 
 @gluon.jit
@@ -329,11 +329,6 @@ def named_barrier_arrive_at(index, THREADS: gl.constexpr):
     _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
 
 
-@gluon.constexpr_function
-def _arrival_before_a_wait(threads):
-    return f"{{ bar.arrive $1, {threads}; wgmma.wait_group.sync.aligned 0; mov.b32 $0, 0; }}"
-
-
 @gluon.jit
 def named_barrier_arrive_soon_at(index, THREADS: gl.constexpr):
     """:func:`named_barrier_arrive_at`, which ptxas does not put off. No product is in flight.
@@ -341,7 +336,8 @@ def named_barrier_arrive_soon_at(index, THREADS: gl.constexpr):
     Otherwise it may come after all exponentials of a step. ptxas schedules waits for products
     early, and never before an arrival that is written before them. So a wait for nothing follows.
     """
-    PTX: gl.constexpr = _arrival_before_a_wait(THREADS)
+    WAIT: gl.constexpr = " wgmma.wait_group.sync.aligned 0;"
+    PTX: gl.constexpr = _barrier_instruction("bar.arrive", "$1", THREADS, WAIT)
     _in_order(PTX, gl.to_tensor(FIRST_NAMED_BARRIER + index))
 
 
